@@ -1,0 +1,232 @@
+"""The plug-in surface: all that the author of a backend reads.
+
+A backend is a class with a `load` method, registered under the entry-point group
+`npuserve.backends`. `load` returns one instance object per placement. Two kinds of instance:
+
+* `ModelInstance` blocks: the server gives each one a thread of its own and calls
+  `initialize`, `execute` and `finalize` only there. Right for runtimes that release the GIL.
+* `LoopInstance` never blocks: its methods run on the event loop and the work happens
+  elsewhere (a worker process, a device queue).
+
+Both answer through the `ExecutionBatch` they are given. This file imports leaves only.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from npuserve.errors import NpuserveError
+from npuserve.request import InferenceRequest
+from npuserve.response import InferenceResponse
+
+if TYPE_CHECKING:
+    import asyncio
+
+    from npuserve.buffer_pool import BufferPool
+    from npuserve.model_config import ModelConfig
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where one instance of a model runs.
+
+    Attributes:
+        name: instance name as Triton builds it, `<group>_<n>`, such as `plain_0_0`.
+        kind: "CPU", "GPU" (an NPU card where the machine has NPUs) or "MODEL".
+        device_id: card number; 0 for CPU.
+        group: index of its instance group in the configuration.
+        index: running number over all instances of the model version.
+        host_policy: name given in the group, else `gpu_<id>`, `cpu` or `model`.
+        profile, passive, rate_limiter: taken from the group as they are.
+    """
+
+    name: str
+    kind: str
+    device_id: int
+    group: int
+    index: int
+    host_policy: str = ""
+    profile: tuple[str, ...] = ()
+    passive: bool = False
+    rate_limiter: Any = None  # ModelRateLimiter message of the group, or None
+
+
+class ServerServices(Protocol):
+    """What a backend may ask of the server. All of it on the event loop's thread."""
+
+    loop: asyncio.AbstractEventLoop
+    buffer_pool: BufferPool
+
+    def infer(self, request: InferenceRequest) -> None:
+        """Run a request of another model (BLS); answers come through `request.on_response`.
+
+        Raises:
+            NpuserveError: refused; nothing was queued and `on_response` will not be called.
+        """
+
+    async def load_model(
+        self, name: str, config_json: str | None = None, files: Mapping[str, bytes] | None = None
+    ) -> None:
+        """Load or reload a model; see `InferenceServer.load_model`."""
+
+    async def unload_model(self, name: str, unload_dependents: bool = False) -> None:
+        """Unload a model; see `InferenceServer.unload_model`."""
+
+    def model_ready(self, name: str, version: str = "") -> bool:
+        """Whether the model version can serve; unknown names are False."""
+
+    @property
+    def custom_metrics(self) -> Any:
+        """Registry of the metric families that models create (server/metrics.py)."""
+
+
+@dataclass
+class BackendModelContext:
+    """One model version as its backend sees it.
+
+    Attributes:
+        config: complete configuration (defaults filled in). Auto-completion may change it.
+        model_dir: directory of the model (holds config.pbtxt).
+        version_dir: directory of the version.
+        placements: one per instance to make, in order.
+        backend_options: `--backend-config=<backend>,<key>=<value>` entries, the global ones
+            (empty backend name) below them.
+        services: the server; None when a backend is driven alone in a test.
+    """
+
+    name: str
+    version: int
+    config: ModelConfig
+    model_dir: Path
+    version_dir: Path
+    placements: Sequence[Placement]
+    backend_options: Mapping[str, str] = field(default_factory=dict)
+    services: ServerServices | None = None
+
+    @property
+    def parameters(self) -> dict[str, str]:
+        """The `parameters` of the configuration as plain text values."""
+        return {key: value.string_value for key, value in self.config.parameters.items()}
+
+    @property
+    def log(self) -> logging.Logger:
+        """A logger whose lines carry the model's name."""
+        return logging.getLogger(f"npuserve.model.{self.name}")
+
+
+class ExecutionBatch(Protocol):
+    """One batch in the hands of an instance.
+
+    Attributes:
+        requests: in order; every one must be answered.
+        batch_size: batch elements of all requests together (at least 1 a request).
+    """
+
+    requests: Sequence[InferenceRequest]
+    batch_size: int
+
+    def input_ready(self) -> None:
+        """Inputs are where the runtime wants them: ends compute_input, starts compute_infer."""
+
+    def output_ready(self) -> None:
+        """The runtime is done: ends compute_infer, starts compute_output."""
+
+    def set_times(self, input_ready_ns: int, output_ready_ns: int) -> None:
+        """Both marks at once, monotonic ns, for a backend that learns of them afterwards."""
+
+    def send(
+        self, request: InferenceRequest, response: InferenceResponse | None, final: bool = True
+    ) -> None:
+        """One response of one request of this batch; from any thread (`LoopInstance`: the loop's).
+
+        For a decoupled model any number, also after `execute` returned, until final=True.
+        """
+
+    def keep_open(self, request: InferenceRequest) -> None:
+        """The request of a model that is not decoupled will be answered after the execution.
+
+        To be called before the execution ends, in the thread that executes.
+        """
+
+    def done(self, error: NpuserveError | None = None) -> None:
+        """`LoopInstance` only: the execution ended and the instance can take the next batch.
+
+        Requests of a non-decoupled model without an answer get `error`, or one that says the
+        model did not answer. With `error`, open requests of a decoupled model end with it too.
+        """
+
+
+class ModelInstance:
+    """An instance that blocks; every method runs in the instance's own thread.
+
+    `execute` may raise: every request of the batch not yet answered gets the error (an
+    NpuserveError as it is, anything else as InternalError) and the instance lives on.
+    """
+
+    # Batches the instance may hold at once (started before the former one is done). More than
+    # one overlaps copies with compute: `execute` is still entered once at a time.
+    max_inflight: int = 1
+
+    def initialize(self) -> None:
+        """Get ready in this thread. An exception makes the load fail."""
+
+    def execute(self, batch: ExecutionBatch) -> None:
+        """Answer every request of `batch` through `batch.send`."""
+        raise NotImplementedError
+
+    def finalize(self) -> None:
+        """Free what `initialize` took; also called after a failed `initialize`."""
+
+
+class LoopInstance:
+    """An instance driven on the event loop; nothing in it may block."""
+
+    max_inflight: int = 1
+
+    # Set by the server: call it whenever `available` changes.
+    on_available_change: Callable[[], None] | None = None
+
+    # False while the instance cannot take a batch (its worker died and is being restarted).
+    available: bool = True
+
+    async def initialize(self) -> None:
+        """Get ready. An exception makes the load fail."""
+
+    def start(self, batch: ExecutionBatch) -> None:
+        """Begin executing; must end in `batch.done()`, whatever happens."""
+        raise NotImplementedError
+
+    async def finalize(self) -> None:
+        """Free everything; also called after a failed `initialize`."""
+
+
+class Backend:
+    """Base of a backend; one object per server process serves all its models.
+
+    Methods run in a helper thread and may block, so heavy imports belong into them.
+    """
+
+    def auto_complete(self, context: BackendModelContext) -> None:
+        """Fill `context.config` from the model's file, as Triton's backends do.
+
+        May set max_batch_size, inputs, outputs, a scheduler (if none is set) and
+        model_transaction_policy; anything else is dropped by the server.
+
+        Raises:
+            NpuserveError: the model's file and the configuration contradict each other.
+        """
+
+    def load(self, context: BackendModelContext) -> Sequence[ModelInstance | LoopInstance]:
+        """One instance per `context.placements`, not yet initialised."""
+        raise NotImplementedError
+
+    def unload(self, context: BackendModelContext) -> None:
+        """Free what the instances shared, after all of them were finalised."""
+
+    def device_count(self) -> int:
+        """Number of accelerator cards this backend can place instances on."""
+        return 0

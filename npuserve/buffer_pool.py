@@ -1,0 +1,126 @@
+"""Reusable shared-memory buffers for large tensors.
+
+A large request body is received straight into such a buffer; a worker process maps the same
+memory, so the tensor reaches the model without a copy. Also used where no worker runs, since
+fresh memory costs more than a copy (page faults of a new 5 MB allocation: about 1 ms).
+
+A buffer goes back to the pool by itself when the last view of it is gone: views are made over a
+NumPy array that only they keep alive.
+"""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+import os
+import threading
+import weakref
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+# Tensors below this size travel inside messages; a shared buffer would cost more than the copy.
+LARGE_TENSOR_BYTES = 32 * 1024
+
+_MIN_BLOCK_BYTES = 1 << 16
+
+
+class SharedArray(np.ndarray[Any, np.dtype[np.uint8]]):
+    """uint8 view of a leased block; `memoryview.obj` of any slice of the lease is this."""
+
+    block: SharedBlock
+
+
+class SharedBlock:
+    """One memfd-backed mapping. `id` is unique in this process, `fd` can be sent to a worker."""
+
+    __slots__ = ("fd", "id", "map", "size")
+
+    _ids = itertools.count(1)
+
+    def __init__(self, size: int) -> None:
+        self.id = next(self._ids)
+        self.size = size
+        self.fd = os.memfd_create("npuserve", os.MFD_CLOEXEC)
+        os.ftruncate(self.fd, size)
+        self.map = mmap.mmap(self.fd, size)
+
+    def close(self) -> None:
+        """Let go of the memory; the mapping itself ends with its last view."""
+        os.close(self.fd)
+
+
+class BufferPool:
+    """Leases shared blocks of power-of-two sizes and takes them back, from any thread.
+
+    Args:
+        max_idle_bytes: idle memory kept for reuse; more is given back to the system.
+    """
+
+    def __init__(self, max_idle_bytes: int = 256 << 20) -> None:
+        self._idle: dict[int, list[SharedBlock]] = {}
+        self._idle_bytes = 0
+        self._max_idle_bytes = max_idle_bytes
+        self._leased_bytes = 0
+        self._closed = False
+        # Re-entrant: the garbage collector may drop a view while this thread holds the lock.
+        self._lock = threading.RLock()
+
+    @property
+    def leased_bytes(self) -> int:
+        """Bytes of the blocks that somebody holds a view of."""
+        return self._leased_bytes
+
+    @property
+    def idle_bytes(self) -> int:
+        """Bytes kept for reuse."""
+        return self._idle_bytes
+
+    def lease(self, size: int) -> memoryview:
+        """A writable view of `size` bytes, 64-byte aligned; content undefined.
+
+        The block returns to the pool when this view and all its slices are gone.
+        """
+        block_size = max(_MIN_BLOCK_BYTES, 1 << (size - 1).bit_length())
+        with self._lock:
+            idle = self._idle.get(block_size)
+            if idle:
+                block = idle.pop()
+                self._idle_bytes -= block_size
+            else:
+                block = SharedBlock(block_size)
+            self._leased_bytes += block_size
+        array = np.frombuffer(block.map, np.uint8).view(SharedArray)
+        array.block = block
+        finalizer = weakref.finalize(array, self._give_back, block)
+        finalizer.atexit = False
+        return memoryview(array)[:size]
+
+    def _give_back(self, block: SharedBlock) -> None:
+        with self._lock:
+            self._leased_bytes -= block.size
+            if self._closed or self._idle_bytes + block.size > self._max_idle_bytes:
+                block.close()
+                return
+            self._idle.setdefault(block.size, []).append(block)
+            self._idle_bytes += block.size
+
+    def close(self) -> None:
+        """Free idle blocks now and leased ones when they come back."""
+        with self._lock:
+            self._closed = True
+            for blocks in self._idle.values():
+                for block in blocks:
+                    block.close()
+            self._idle.clear()
+            self._idle_bytes = 0
+
+
+def locate(view: memoryview) -> tuple[SharedBlock, int] | None:
+    """The block and byte offset a view lies in, or None if it is ordinary memory."""
+    array = view.obj
+    if not isinstance(array, SharedArray):
+        return None
+    start: NDArray[np.uint8] = np.frombuffer(view, np.uint8)
+    return array.block, start.ctypes.data - array.ctypes.data

@@ -1,0 +1,146 @@
+"""InferenceRequest: what a client asked, and the one way its responses go back.
+
+A leaf of the package: front ends create it, schedulers queue it, backends read it. It knows
+none of them; they hang their callables on it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from npuserve.response import InferenceResponse, ParameterValue
+
+if TYPE_CHECKING:
+    from npuserve.tensor import Tensor
+
+logger = logging.getLogger(__name__)
+
+SEQUENCE_START = 1
+SEQUENCE_END = 2
+
+# (response or None, final): None only together with final=True, for a decoupled model that ends
+# a request without another response. Always called on the event loop's thread.
+ResponseCallback = Callable[[InferenceResponse | None, bool], None]
+
+
+class InferenceRequest:
+    """One inference request, from the socket to its final response.
+
+    A request is answered exactly once as final, whatever happens: `deliver` drops anything after
+    that. Layers that must see responses on their way back (ordering, cache, ensemble, implicit
+    state) replace `on_response` by a callable that calls the former one.
+
+    Attributes:
+        model_name: as asked.
+        model_version: -1 for the newest ready version.
+        id: client's request id; "" for none.
+        correlation_id: sequence id; 0 or "" for none.
+        flags: SEQUENCE_START | SEQUENCE_END.
+        priority: 0 means the model's default level.
+        timeout_us: microseconds the request may wait in a queue; 0 for no wish.
+        parameters: custom parameters, forwarded headers included.
+        inputs: by name, in the order given. A scheduler may replace the dict to add
+            state and control tensors.
+        requested_outputs: names; empty means every output of the model.
+        on_response: see `ResponseCallback`.
+        on_cancel: set by whoever holds the request at the moment (queue, worker) to learn of a
+            cancellation; called at most once, on the loop's thread.
+        on_release: called once, after the final response was handed over.
+        model: the server's Model that serves it, set when the request was accepted.
+        batch_size: number of batch elements, 0 for a model without a batch dimension.
+        *_ns: monotonic nanoseconds; 0 means not reached. `start_ns`: accepted by the core;
+            `queue_ns`: entered a scheduler; `compute_start_ns`: its batch started.
+        trace: the request's sampled trace, None for nearly all requests.
+        parent: the request on whose behalf this one runs (ensemble, BLS).
+    """
+
+    __slots__ = (
+        "batch_size", "cancelled", "compute_start_ns", "correlation_id", "filler", "finished",
+        "flags", "id", "inputs", "model", "model_name", "model_version", "on_cancel",
+        "on_release", "on_response", "parameters", "parent", "priority", "queue_ns",
+        "requested_outputs", "response_count", "scheduling", "start_ns", "timeout_us", "trace",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        model_name: str,
+        inputs: dict[str, Tensor],
+        on_response: ResponseCallback,
+        *,
+        model_version: int = -1,
+        id: str = "",
+        requested_outputs: tuple[str, ...] = (),
+        parameters: dict[str, ParameterValue] | None = None,
+        correlation_id: int | str = 0,
+        flags: int = 0,
+        priority: int = 0,
+        timeout_us: int = 0,
+    ) -> None:
+        self.model_name = model_name
+        self.model_version = model_version
+        self.id = id
+        self.inputs = inputs
+        self.requested_outputs = requested_outputs
+        self.parameters = parameters
+        self.correlation_id = correlation_id
+        self.flags = flags
+        self.priority = priority
+        self.timeout_us = timeout_us
+        self.on_response = on_response
+        self.on_cancel: Callable[[InferenceRequest], None] | None = None
+        self.on_release: Callable[[InferenceRequest], None] | None = None
+        self.model: Any = None
+        self.scheduling: Any = None  # private to the scheduler that holds the request
+        self.parent: InferenceRequest | None = None
+        self.trace: Any = None
+        self.batch_size = 0
+        self.start_ns = 0
+        self.queue_ns = 0
+        self.compute_start_ns = 0
+        self.response_count = 0
+        self.cancelled = False
+        self.finished = False
+        self.filler = False  # stands in an empty sequence slot: no client, no statistics
+
+    def __repr__(self) -> str:
+        return (
+            f"InferenceRequest(id={self.id!r}, model={self.model_name!r}, "
+            f"inputs={list(self.inputs.values())!r})"
+        )
+
+    def deliver(self, response: InferenceResponse | None, final: bool) -> None:
+        """Hand one response towards the client. Loop thread only.
+
+        After the final one everything is dropped. An exception of a front end's callback is a
+        bug there: it is logged and must not reach the scheduler.
+        """
+        if self.finished:
+            return
+        if final:
+            self.finished = True
+            self.on_cancel = None
+        if response is not None:
+            self.response_count += 1
+        try:
+            self.on_response(response, final)
+        except Exception:
+            logger.exception("response callback of request %r failed", self.id)
+        if final:
+            release, self.on_release = self.on_release, None
+            if release is not None:
+                release(self)
+
+    def cancel(self) -> None:
+        """The client no longer wants an answer. Loop thread only; harmless when repeated.
+
+        A queued request is answered CANCELLED by its scheduler; a running one only sees
+        `cancelled`, and the model decides.
+        """
+        if self.cancelled or self.finished:
+            return
+        self.cancelled = True
+        callback, self.on_cancel = self.on_cancel, None
+        if callback is not None:
+            callback(self)
