@@ -1,0 +1,1 @@
+"""The HTTP front end: KServe v2 with Triton's extensions."""
