@@ -1,0 +1,469 @@
+"""Ensemble tensors and steps as a checked graph. Pure: configurations in, graph or error out.
+
+`check_ensemble` is what a load asks; `EnsembleGraph` is what the ensemble scheduler walks. The
+rules that need nothing but the ensemble's own configuration (a tensor written twice, an output
+never written) were checked when the configuration was read.
+
+A *scope* says how often a tensor comes: tensors of the scope `ROOT` come once a request; those
+written by a decoupled step d, or computed from them, have the scope d and come once for every
+response of that step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from npuserve.errors import InvalidArgumentError, NotFoundError
+from npuserve.model_config import ModelConfig, datatype_name, is_decoupled
+from npuserve.tensor import Tensor
+
+if TYPE_CHECKING:
+    from npuserve._proto.model_config_pb2 import ModelEnsembling, ModelInput, ModelOutput
+
+ROOT = -1
+
+_REMEMBERED_PLANS = 256  # clients choose the outputs, so the number of plans needs a bound
+
+# (model name, version or -1 for the newest) → configuration of that model.
+# Raises NotFoundError for a model that is not available.
+ConfigLookup = Callable[[str, int], ModelConfig]
+
+
+def member_models(config: ModelConfig) -> list[tuple[str, int]]:
+    """(name, version) of the models that the ensemble's steps run, each once, in step order."""
+    steps = config.ensemble_scheduling.step
+    return list(dict.fromkeys((step.model_name, step.model_version) for step in steps))
+
+
+def check_ensemble(config: ModelConfig, lookup_config: ConfigLookup) -> bool:
+    """Check an ensemble against the configurations of its members.
+
+    Returns:
+        Whether a member is decoupled, which makes the ensemble decoupled too.
+
+    Raises:
+        InvalidArgumentError: with Triton's text, followed by the number of the step from 0.
+
+    Source: Triton core src/model_repository_manager/ensemble..., ValidateEnsembleConfig; the
+    texts are listed in the model configuration reference.
+    """
+    members = _member_configs(config, lookup_config)
+    for index, member in enumerate(members):
+        _check_batch_size(config, index, member)
+        _check_mapping(config, index, member)
+    _check_consistency(config, members)
+    return EnsembleGraph(config, lookup_config).decoupled
+
+
+@dataclass(frozen=True)
+class StepInput:
+    """One input of a step.
+
+    Attributes:
+        name: of the member's input.
+        tensor: ensemble tensor that feeds it.
+        may_be_absent: whether the step runs without it.
+        dims: the member's configured dims.
+        add_batch, strip_batch: the tensor comes without (with) a batch dimension and the member
+            wants it the other way round.
+    """
+
+    name: str
+    tensor: str
+    may_be_absent: bool
+    dims: tuple[int, ...]
+    add_batch: bool
+    strip_batch: bool
+
+    def adapt(self, tensor: Tensor) -> Tensor:
+        """The tensor under the member's name and with its batch dimension; the same bytes."""
+        if self.add_batch or self.strip_batch:
+            shape = convert_batch(tensor.shape, self.dims, self.add_batch)
+            return Tensor(self.name, tensor.datatype, shape, tensor.data)
+        if tensor.name == self.name:
+            return tensor
+        return Tensor(self.name, tensor.datatype, tensor.shape, tensor.data)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step: which model runs on which ensemble tensors.
+
+    Attributes:
+        outputs: ensemble tensor by name of the member's output.
+        requested_outputs: names of the member's outputs.
+        decoupled: whether the member may answer any number of times.
+        scope: how often it runs; see the module.
+        output_scope: `index` for a decoupled step, else `scope`.
+    """
+
+    index: int
+    model_name: str
+    model_version: int
+    inputs: tuple[StepInput, ...]
+    outputs: Mapping[str, str]
+    requested_outputs: tuple[str, ...]
+    decoupled: bool
+    scope: int
+    output_scope: int
+
+
+@dataclass(frozen=True)
+class EnsembleOutput:
+    """An output of the ensemble and how its tensor becomes it; fields as in `StepInput`."""
+
+    name: str
+    scope: int
+    dims: tuple[int, ...]
+    add_batch: bool
+    strip_batch: bool
+
+    def adapt(self, tensor: Tensor) -> Tensor:
+        """The tensor as the ensemble's output."""
+        if not (self.add_batch or self.strip_batch) and tensor.name == self.name:
+            return tensor
+        shape = tensor.shape
+        if self.add_batch or self.strip_batch:
+            shape = convert_batch(shape, self.dims, self.add_batch)
+        return Tensor(self.name, tensor.datatype, shape, tensor.data)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to run for one choice of outputs: only the steps they depend on.
+
+    Attributes:
+        outputs: in the order of the configuration.
+        first: steps that can start at once.
+        waiting: by scope: by step: number of its tensors that some step of the plan writes.
+        consumers: steps by ensemble tensor.
+        output_names: by scope: outputs of that scope.
+        leaf_scopes: scopes whose iterations make a response each; (ROOT,) without decoupled steps.
+    """
+
+    outputs: tuple[EnsembleOutput, ...]
+    first: tuple[Step, ...]
+    waiting: Mapping[int, Mapping[int, int]]
+    consumers: Mapping[str, tuple[Step, ...]]
+    output_names: Mapping[int, frozenset[str]]
+    leaf_scopes: tuple[int, ...]
+
+
+class EnsembleGraph:
+    """The steps of an ensemble in order of dependency, and the plans made of them.
+
+    Raises:
+        InvalidArgumentError: steps wait for each other, or one mixes two decoupled models.
+    """
+
+    def __init__(self, config: ModelConfig, lookup_config: ConfigLookup) -> None:
+        self._name = config.name
+        members = _member_configs(config, lookup_config)
+        self.inputs = tuple(entry.name for entry in config.input)
+        self._scopes = dict.fromkeys(self.inputs, ROOT)
+        self._batching = dict.fromkeys(self.inputs, config.max_batch_size > 0)
+        self._steps = self._build_steps(config, members)
+        self._producer = {
+            tensor: step for step in self._steps.values() for tensor in step.outputs.values()
+        }
+        self.decoupled = any(step.decoupled for step in self._steps.values())
+        self._outputs = tuple(
+            self._build_output(entry, config.max_batch_size > 0) for entry in config.output
+        )
+        self._plans: dict[tuple[str, ...], Plan] = {}
+
+    def parent_scope(self, scope: int) -> int:
+        """The scope in which the decoupled step `scope` itself runs."""
+        return self._steps[scope].scope
+
+    def plan(self, requested: tuple[str, ...]) -> Plan:
+        """The plan for these outputs, () meaning all; made once for each choice."""
+        plan = self._plans.get(requested)
+        if plan is None:
+            if len(self._plans) >= _REMEMBERED_PLANS:
+                self._plans.clear()
+            plan = self._plans[requested] = self._make_plan(requested)
+        return plan
+
+    def _build_steps(self, config: ModelConfig, members: Sequence[ModelConfig]) -> dict[int, Step]:
+        """Steps by index, every step after those whose tensors it reads."""
+        entries = config.ensemble_scheduling.step
+        left = list(range(len(entries)))
+        steps: dict[int, Step] = {}
+        while left:
+            runnable = [
+                index
+                for index in left
+                if all(tensor in self._scopes for tensor in entries[index].input_map.values())
+            ]
+            if not runnable:
+                missing = next(
+                    tensor
+                    for tensor in sorted(entries[left[0]].input_map.values())
+                    if tensor not in self._scopes
+                )
+                raise InvalidArgumentError(
+                    f"in ensemble {self._name}, ensemble tensor {missing} is not connected, "
+                    f"so that model {entries[left[0]].model_name} can never run (step {left[0]})"
+                )
+            for index in runnable:
+                steps[index] = self._build_step(index, entries[index], members[index])
+            left = [index for index in left if index not in steps]
+        return steps
+
+    def _build_step(self, index: int, entry: ModelEnsembling.Step, member: ModelConfig) -> Step:
+        batching = member.max_batch_size > 0
+        configs = {spec.name: spec for spec in member.input}
+        inputs = tuple(
+            StepInput(
+                name,
+                tensor,
+                may_be_absent=configs[name].optional or tensor in self.inputs,
+                dims=tuple(configs[name].dims),
+                add_batch=batching and not self._batching[tensor],
+                strip_batch=not batching and self._batching[tensor],
+            )
+            for name, tensor in sorted(entry.input_map.items())
+            if name in configs
+        )
+        scope = self._common_scope(index, entry.model_name, (each.tensor for each in inputs))
+        decoupled = is_decoupled(member)
+        outputs = dict(entry.output_map)
+        for tensor in outputs.values():
+            self._scopes[tensor] = index if decoupled else scope
+            self._batching[tensor] = batching
+        return Step(
+            index,
+            entry.model_name,
+            entry.model_version,
+            inputs,
+            outputs,
+            requested_outputs=tuple(outputs),
+            decoupled=decoupled,
+            scope=scope,
+            output_scope=index if decoupled else scope,
+        )
+
+    def _common_scope(self, index: int, model: str, tensors: Iterable[str]) -> int:
+        scopes = {self._scopes[tensor] for tensor in tensors} - {ROOT}
+        if len(scopes) > 1:
+            raise InvalidArgumentError(
+                f"in ensemble {self._name}, step of model '{model}' receives inputs originated "
+                f"from different decoupled models (step {index})"
+            )
+        return scopes.pop() if scopes else ROOT
+
+    def _build_output(self, entry: ModelOutput, batching: bool) -> EnsembleOutput:
+        name = entry.name
+        if name not in self._scopes:
+            raise InvalidArgumentError(
+                f"output '{name}' for ensemble '{self._name}' is not written"
+            )
+        return EnsembleOutput(
+            name,
+            self._scopes[name],
+            tuple(entry.dims),
+            add_batch=batching and not self._batching[name],
+            strip_batch=not batching and self._batching[name],
+        )
+
+    def _make_plan(self, requested: tuple[str, ...]) -> Plan:
+        outputs = tuple(each for each in self._outputs if not requested or each.name in requested)
+        needed = self._needed_steps([each.name for each in outputs])
+        waiting: dict[int, dict[int, int]] = {}
+        consumers: dict[str, list[Step]] = {}
+        for step in needed:
+            tensors = {each.tensor for each in step.inputs}
+            for tensor in tensors:
+                consumers.setdefault(tensor, []).append(step)
+            count = sum(tensor in self._producer for tensor in tensors)
+            waiting.setdefault(step.scope, {})[step.index] = count
+        scopes = {each.scope for each in outputs}
+        return Plan(
+            outputs,
+            first=tuple(s for s in needed if s.scope == ROOT and not waiting[ROOT][s.index]),
+            waiting=waiting,
+            consumers={tensor: tuple(steps) for tensor, steps in consumers.items()},
+            output_names={
+                scope: frozenset(each.name for each in outputs if each.scope == scope)
+                for scope in scopes
+            },
+            leaf_scopes=self._leaf_scopes(scopes),
+        )
+
+    def _needed_steps(self, tensors: list[str]) -> list[Step]:
+        """Steps that the tensors depend on, in order of dependency."""
+        needed: set[int] = set()
+        while tensors:
+            step = self._producer.get(tensors.pop())
+            if step is not None and step.index not in needed:
+                needed.add(step.index)
+                tensors.extend(each.tensor for each in step.inputs)
+        return [step for index, step in self._steps.items() if index in needed]
+
+    def _leaf_scopes(self, scopes: set[int]) -> tuple[int, ...]:
+        """The scopes that no other one of the set lies within."""
+        outer = {ancestor for scope in scopes for ancestor in self._ancestors(scope)}
+        return tuple(sorted(scopes - outer))
+
+    def _ancestors(self, scope: int) -> Iterable[int]:
+        while scope != ROOT:
+            scope = self.parent_scope(scope)
+            yield scope
+
+
+def convert_batch(shape: Sequence[int], dims: Sequence[int], add: bool) -> Sequence[int]:
+    """The shape with (`add`) or without a batch dimension, if `dims` shows that it needs that.
+
+    Source: Triton core src/ensemble_scheduler, ReshapeTensorDims.
+    """
+    fits = _fits(shape, dims)
+    if add:
+        return [1, *shape] if fits else shape
+    return shape[1:] if not fits and shape and shape[0] == 1 else shape
+
+
+def _fits(shape: Sequence[int], dims: Sequence[int]) -> bool:
+    """Whether the two shapes can be the same one, -1 standing for any size."""
+    return len(shape) == len(dims) and all(
+        a == b or -1 in (a, b) for a, b in zip(shape, dims, strict=True)
+    )
+
+
+def _member_configs(config: ModelConfig, lookup_config: ConfigLookup) -> list[ModelConfig]:
+    """Configuration of the member of each step."""
+    found: dict[tuple[str, int], ModelConfig] = {}
+    missing = []
+    for name, version in member_models(config):
+        try:
+            found[name, version] = lookup_config(name, version)
+        except NotFoundError as error:
+            if version != -1:
+                raise InvalidArgumentError(
+                    f"ensemble '{config.name}' depends on '{name}' whose required version "
+                    f"{version} is not loaded."
+                ) from error
+            missing.append(name)
+    if missing:
+        raise InvalidArgumentError(
+            f"ensemble {config.name} contains models that are not available or ambiguous: "
+            f"{', '.join(missing)}"
+        )
+    return [found[step.model_name, step.model_version] for step in config.ensemble_scheduling.step]
+
+
+def _check_batch_size(config: ModelConfig, index: int, member: ModelConfig) -> None:
+    # A member without a batch dimension is fine as long as the shapes agree.
+    if 0 < member.max_batch_size < config.max_batch_size:
+        raise InvalidArgumentError(
+            f"ensemble {config.name} allows maximum batch size {config.max_batch_size}, but it "
+            f"contains model {member.name} which only allows maximum batch size to be "
+            f"{member.max_batch_size} (step {index})"
+        )
+
+
+def _check_mapping(config: ModelConfig, index: int, member: ModelConfig) -> None:
+    """Names of one step against those of its member."""
+    step = config.ensemble_scheduling.step[index]
+    inputs = {entry.name: entry for entry in member.input}
+    outputs = {entry.name for entry in member.output}
+    for name, tensor in sorted(step.input_map.items()):
+        if name not in inputs:
+            raise _step_error(
+                config, index,
+                f"ensemble tensor {tensor} is mapping to non-existing input {name} in model "
+                f"{step.model_name}",
+            )  # fmt: skip
+    for name, entry in inputs.items():
+        if name not in step.input_map and not entry.optional:
+            raise _step_error(
+                config, index,
+                f"input {name} in model {step.model_name} is not mapped to any ensemble tensors",
+            )  # fmt: skip
+    written: set[str] = set()
+    for name, tensor in sorted(step.output_map.items()):
+        if name not in outputs:
+            raise _step_error(
+                config, index,
+                f"ensemble tensor {tensor} is mapped from non-existing output {name} in model "
+                f"{step.model_name}",
+            )  # fmt: skip
+        if tensor in written:
+            raise _step_error(
+                config, index,
+                f"multiple outputs in model {step.model_name} are mapped to the same ensemble "
+                f"tensor {tensor}",
+            )  # fmt: skip
+        written.add(tensor)
+
+
+@dataclass(frozen=True)
+class _Use:
+    """What one model says about an ensemble tensor."""
+
+    model: str
+    data_type: int
+    dims: tuple[int, ...]
+    batching: bool
+
+    @property
+    def datatype(self) -> str:
+        name = datatype_name(self.data_type)
+        return "TYPE_STRING" if name == "BYTES" else f"TYPE_{name}"
+
+    @property
+    def full_dims(self) -> tuple[int, ...]:
+        return (-1, *self.dims) if self.batching else self.dims
+
+    def agrees_with(self, other: _Use) -> bool:
+        if _fits(self.full_dims, other.full_dims):
+            return True
+        # One batches and the other does not: the batch dimension is added or taken away.
+        return self.batching != other.batching and _fits(self.dims, other.dims)
+
+
+def _check_consistency(config: ModelConfig, members: Sequence[ModelConfig]) -> None:
+    """Every model that touches an ensemble tensor must mean the same datatype and shape."""
+    uses: dict[str, _Use] = {}
+    batching = config.max_batch_size > 0
+    own_entries: list[ModelInput | ModelOutput] = [*config.input, *config.output]
+    for own in own_entries:
+        uses[own.name] = _Use(config.name, own.data_type, tuple(own.dims), batching)
+    for index, (step, member) in enumerate(
+        zip(config.ensemble_scheduling.step, members, strict=True)
+    ):
+        mapped: list[tuple[str, ModelInput | ModelOutput]] = [
+            *((step.input_map[i.name], i) for i in member.input if i.name in step.input_map),
+            *((step.output_map[o.name], o) for o in member.output if o.name in step.output_map),
+        ]
+        for tensor, entry in mapped:
+            use = _Use(
+                step.model_name, entry.data_type, tuple(entry.dims), member.max_batch_size > 0
+            )
+            _check_use(config, index, tensor, uses.setdefault(tensor, use), use)
+
+
+def _check_use(config: ModelConfig, index: int, tensor: str, known: _Use, use: _Use) -> None:
+    if known.data_type != use.data_type:
+        raise _step_error(
+            config, index,
+            f"ensemble tensor {tensor}: inconsistent data type: {known.datatype} is inferred "
+            f"from model {known.model} while {use.datatype} is inferred from model {use.model}",
+        )  # fmt: skip
+    if not known.agrees_with(use):
+        raise _step_error(
+            config, index,
+            f"ensemble tensor {tensor}: inconsistent shape: {_text(known.full_dims)} is inferred "
+            f"from model {known.model} while {_text(use.full_dims)} is inferred from model "
+            f"{use.model}",
+        )  # fmt: skip
+
+
+def _step_error(config: ModelConfig, index: int, text: str) -> InvalidArgumentError:
+    return InvalidArgumentError(f"in ensemble {config.name}, {text} (step {index})")
+
+
+def _text(dims: Sequence[int]) -> str:
+    return "[" + ",".join(map(str, dims)) + "]"
