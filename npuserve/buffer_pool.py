@@ -15,10 +15,12 @@ import mmap
 import os
 import threading
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 # Tensors below this size travel inside messages; a shared buffer would cost more than the copy.
 LARGE_TENSOR_BYTES = 32 * 1024
@@ -35,7 +37,7 @@ class SharedArray(np.ndarray[Any, np.dtype[np.uint8]]):
 class SharedBlock:
     """One memfd-backed mapping. `id` is unique in this process, `fd` can be sent to a worker."""
 
-    __slots__ = ("fd", "id", "map", "size")
+    __slots__ = ("__weakref__", "fd", "id", "map", "size")
 
     _ids = itertools.count(1)
 
@@ -95,7 +97,7 @@ class BufferPool:
         array.block = block
         finalizer = weakref.finalize(array, self._give_back, block)
         finalizer.atexit = False
-        return memoryview(array)[:size]
+        return array.data[:size]
 
     def _give_back(self, block: SharedBlock) -> None:
         with self._lock:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from npuserve.errors import NpuserveError
-from npuserve.tensor import Tensor
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from npuserve.errors import NpuserveError
+    from npuserve.tensor import Tensor
 
 ParameterValue = bool | int | float | str
 

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterable, Sequence
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from npuserve.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from numpy.typing import NDArray
 
 Buffer = bytes | bytearray | memoryview
 
@@ -114,7 +117,7 @@ class Tensor:
         if array.dtype.byteorder == ">":
             array = array.astype(array.dtype.newbyteorder("<"))
         array = np.ascontiguousarray(array).reshape(array.shape)
-        data: Buffer = memoryview(array.reshape(-1).view(np.uint8)) if array.size else b""
+        data: Buffer = array.reshape(-1).view(np.uint8).data if array.size else b""
         return cls(name, datatype, array.shape, data)
 
     def as_numpy(self) -> NDArray[Any]:

@@ -14,20 +14,19 @@ Both answer through the `ExecutionBatch` they are given. This file imports leave
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
-
-from npuserve.errors import NpuserveError
-from npuserve.request import InferenceRequest
-from npuserve.response import InferenceResponse
 
 if TYPE_CHECKING:
     import asyncio
+    from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
 
     from npuserve.buffer_pool import BufferPool
+    from npuserve.errors import NpuserveError
     from npuserve.model_config import ModelConfig
+    from npuserve.request import InferenceRequest
+    from npuserve.response import InferenceResponse
 
 
 @dataclass(frozen=True)

@@ -14,16 +14,17 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from npuserve.backends.base import LoopInstance, ModelInstance, Placement
 from npuserve.errors import InternalError, NpuserveError, RequestCancelledError
-from npuserve.request import InferenceRequest
 from npuserve.response import InferenceResponse
 from npuserve.server.statistics import FailureReason
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from npuserve.request import InferenceRequest
     from npuserve.server.statistics import ModelStatistics
 
 logger = logging.getLogger(__name__)
@@ -93,6 +94,8 @@ class Batch:
             owner = self.instance
             response.model_name = owner.model_name
             response.model_version = owner.model_version
+            if response.outputs:
+                owner.pool.finish_outputs(response)
             if response.error is not None:
                 if self._failed is None:
                     self._failed = set()
@@ -290,6 +293,8 @@ class LoopDrivenInstance(Instance):
         """See `Instance.initialize`."""
         self.backend_instance.on_available_change = self._available_changed
         await self.backend_instance.initialize()
+        # Only now a worker knows whether the model overlaps its batches (`async def execute`).
+        self.max_inflight = self.backend_instance.max_inflight
 
     def run(self, requests: Sequence[InferenceRequest], batch_size: int) -> None:
         """See `Instance.run`."""
@@ -409,6 +414,9 @@ class InstancePool:
         self.instances: list[Instance] = []
         self.on_free: Callable[[Instance], None] | None = None
         self.on_availability: Callable[[], None] | None = None
+        # Names a response may carry; None lets everything through. Triton drops others silently.
+        self.output_names: frozenset[str] | None = None
+        self.reshape_outputs: Callable[[InferenceResponse], None] | None = None
         # Asked before an instance gets a batch, told afterwards (server/rate_limiter.py).
         self.rate_limiter: Any = None
         self._next = 0
@@ -423,6 +431,17 @@ class InstancePool:
             wrapper = ThreadInstance(placement, instance, self)
         self.instances.append(wrapper)
         return wrapper
+
+    def finish_outputs(self, response: InferenceResponse) -> None:
+        """Drop outputs the configuration does not name and undo `reshape`, in place."""
+        names = self.output_names
+        if names is not None:
+            for tensor in response.outputs:
+                if tensor.name not in names:
+                    response.outputs = [t for t in response.outputs if t.name in names]
+                    break
+        if self.reshape_outputs is not None:
+            self.reshape_outputs(response)
 
     @property
     def inflight(self) -> int:

@@ -1,0 +1,160 @@
+"""Composition root: builds the parts in order, waits for a signal, takes them down in order.
+
+The only file that knows all layers. Reading `serve` from top to bottom is the life of the
+process: load the models, open the ports, wait, close the ports, drain, unload.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+import threading
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Protocol
+
+from npuserve import log
+from npuserve.errors import NpuserveError
+from npuserve.server.core import InferenceServer
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from npuserve.options import ServerOptions
+
+logger = logging.getLogger(__name__)
+
+
+class FrontEnd(Protocol):
+    """A listener: HTTP, gRPC, metrics, SageMaker or Vertex AI."""
+
+    port: int
+
+    async def start(self) -> None:
+        """Bind and serve. Raises UnavailableError if the port is taken."""
+
+    async def stop(self, grace_s: float) -> None:
+        """Accept nothing new, finish what was accepted, give up after `grace_s` seconds."""
+
+
+def main(options: ServerOptions) -> int:
+    """Run the server until SIGINT or SIGTERM; returns the process's exit code."""
+    log.configure(options)
+    if options.npu_simulator:
+        from npuserve.testing import simulator
+
+        simulator.install(cards=options.npu_simulator)
+    import uvloop
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        code = runner.run(serve(options))
+    _leave_if_threads_linger(code)
+    return code
+
+
+async def serve(options: ServerOptions) -> int:
+    """Load, serve and drain; returns the exit code."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    main_task = asyncio.current_task()
+    assert main_task is not None
+    for number in (signal.SIGINT, signal.SIGTERM):  # while models load, give up loading
+        loop.add_signal_handler(number, main_task.cancel)
+    expiry: asyncio.TimerHandle | None = None
+    try:
+        async with InferenceServer(options) as server:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.add_signal_handler(number, stop.set)
+            log.print_startup_tables(server)
+            if server.lifecycle.failed_startup and options.exit_on_error:
+                raise _StartFailedError("failed to load all models")
+            async with front_ends(server):
+                await stop.wait()
+                server.stopping = True
+                logger.info("Waiting for in-flight requests to complete.")
+                expiry = loop.call_later(options.exit_timeout_secs, _exit_now)
+    except asyncio.CancelledError:
+        logger.info("stopped while the models were loading")
+    except NpuserveError:
+        return 1
+    if expiry is not None:
+        expiry.cancel()
+    return 0
+
+
+@asynccontextmanager
+async def front_ends(server: InferenceServer) -> AsyncIterator[list[FrontEnd]]:
+    """The listeners that the options ask for: open inside, closed and drained on leaving."""
+    opened: list[FrontEnd] = []
+    grace_s = server.options.exit_timeout_secs
+    try:
+        for title, service in _services(server):
+            try:
+                await service.start()
+            except NpuserveError as error:
+                text = error.reason.replace(": ", " - ", 1)
+                logger.error("failed to start %s: %s", title, text)
+                raise
+            opened.append(service)
+            logger.info("Started %s at %s:%d", *_shown(server, title, service))
+        yield opened
+    finally:
+        await asyncio.gather(*(service.stop(grace_s) for service in opened))
+
+
+def _services(server: InferenceServer) -> list[tuple[str, FrontEnd]]:
+    options = server.options
+    services: list[tuple[str, FrontEnd]] = []
+    from npuserve.protocol.shared_memory import SharedMemoryRegistry
+
+    shared_memory = SharedMemoryRegistry()
+    if options.allow_grpc:
+        from npuserve.protocol.grpc.server import GrpcServer
+
+        services.append(("GRPCInferenceService", GrpcServer(server, options, shared_memory)))
+    if options.allow_http:
+        from npuserve.protocol.http.server import HttpServer
+
+        services.append(("HTTPService", HttpServer(server, options, shared_memory)))
+    if options.allow_metrics:
+        from npuserve.protocol.http.metrics import MetricsServer
+
+        services.append(("Metrics Service", MetricsServer(server, options)))
+    return services
+
+
+def _shown(server: InferenceServer, title: str, service: FrontEnd) -> tuple[str, str, int]:
+    options = server.options
+    address = {
+        "GRPCInferenceService": options.grpc_address,
+        "Metrics Service": options.metrics_address or options.http_address,
+    }.get(title, options.http_address)
+    return title, address, service.port
+
+
+class _StartFailedError(NpuserveError):
+    """Start-up models failed and --exit-on-error is on."""
+
+
+def _exit_now() -> None:
+    """The drain took longer than --exit-timeout-secs. Workers see the closed pipe and go."""
+    logger.error("Exit timeout expired. Exiting immediately.")
+    logging.shutdown()
+    os._exit(1)
+
+
+def _leave_if_threads_linger(code: int) -> None:
+    """A thread that user code left running (thread execution) must not hold the process."""
+    lingering = [
+        thread
+        for thread in threading.enumerate()
+        if thread is not threading.main_thread() and not thread.daemon
+    ]
+    if lingering:
+        logger.warning("leaving %d thread(s) of model code behind", len(lingering))
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)

@@ -1,0 +1,615 @@
+"""The life of models: load, reload, unload, and what the repository index says of them.
+
+    (found) ─ load ─▶ LOADING ─▶ READY ─ unload ─▶ UNLOADING ─▶ UNAVAILABLE "unloaded"
+                         └─ failure ─▶ UNAVAILABLE <reason>
+
+All versions of one load succeed or fail together. A reload builds new `Model` objects beside the
+old ones and swaps them in one step, so no request finds a gap; the old ones drain by themselves.
+Operations on one model run one after the other; other models are not held up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+import tempfile
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from npuserve.errors import InternalError, InvalidArgumentError, NpuserveError
+from npuserve.server.metadata import ModelIndexEntry
+from npuserve.server.model_factory import ModelFactory
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from npuserve.model_config import ModelConfig
+    from npuserve.model_repository import ModelDirectory, Scan
+    from npuserve.server.core import InferenceServer
+    from npuserve.server.model import Model
+
+logger = logging.getLogger(__name__)
+
+
+class ModelState(StrEnum):
+    """States of the repository index."""
+
+    UNKNOWN = "UNKNOWN"
+    READY = "READY"
+    UNAVAILABLE = "UNAVAILABLE"
+    LOADING = "LOADING"
+    UNLOADING = "UNLOADING"
+
+
+@dataclass
+class VersionStatus:
+    """One version as the index shows it; `model` is set from READY until it was freed."""
+
+    state: ModelState
+    reason: str = ""
+    model: Model | None = None
+
+
+@dataclass
+class ModelEntry:
+    """Everything known of one model name.
+
+    Attributes:
+        failure: why no version could even be tried (configuration, version folders); "" if fine.
+        explicit: loaded by name, not only as a member of an ensemble.
+        fingerprint: of the directory when it was last loaded, to see that nothing changed.
+        override: configuration given with the load call, "" for the file's.
+        file_override: temporary model directory made of the files given with the load call.
+    """
+
+    name: str
+    namespace: str = ""
+    versions: dict[int, VersionStatus] = field(default_factory=dict)
+    failure: str = ""
+    explicit: bool = False
+    config: ModelConfig | None = None
+    fingerprint: object = None
+    override: str = ""
+    file_override: Path | None = None
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    @property
+    def ready_models(self) -> dict[int, Model]:
+        """READY versions, ascending."""
+        return {
+            version: status.model
+            for version, status in sorted(self.versions.items())
+            if status.state is ModelState.READY and status.model is not None
+        }
+
+    @property
+    def loaded(self) -> bool:
+        """Whether any version is READY."""
+        return any(status.state is ModelState.READY for status in self.versions.values())
+
+
+class Lifecycle:
+    """Owns every `Model` of the server. Loop thread only; blocking work goes to helper threads."""
+
+    def __init__(self, server: InferenceServer) -> None:
+        self._server = server
+        self._options = server.options
+        self._factory = ModelFactory(server)
+        self._slots = asyncio.Semaphore(self._options.model_load_thread_count)
+        self._draining: dict[str, set[Model]] = {}
+        self.entries: dict[str, ModelEntry] = {}
+        self._polled: dict[str, object] = {}  # fingerprints of the last poll
+        self.starting = True
+        self.failed_startup: list[str] = []
+
+    # ---------------------------------------------------------------- start-up and shutdown
+
+    async def start(self, names: Iterable[str] | None) -> None:
+        """Load the start-up models side by side; failures are kept, not raised.
+
+        Args:
+            names: models to load; None for every model of the repositories.
+        """
+        scan = await self._scan()
+        for name, reason in scan.problems.items():
+            self._entry(name).failure = reason
+        self._polled = await asyncio.to_thread(self._fingerprints, scan)
+        wanted = sorted(set(scan.models) | set(scan.problems)) if names is None else list(names)
+        configs = await self._configs(scan, wanted)
+        operation = _Operation(self, scan, configs)
+        results = await asyncio.gather(
+            *(operation.load(name) for name in wanted), return_exceptions=True
+        )
+        for name, result in zip(wanted, results, strict=True):
+            if isinstance(result, NpuserveError):
+                self.failed_startup.append(name)
+            elif isinstance(result, BaseException):
+                raise result
+            self._entry(name).explicit = True
+        self.starting = False
+
+    async def poll(self, period_s: float) -> None:
+        """Follow the repositories until cancelled (model control mode `poll`)."""
+        while True:
+            await asyncio.sleep(period_s)
+            try:
+                await self.poll_once()
+            except Exception:
+                logger.exception("polling the model repositories failed; trying again later")
+
+    async def poll_once(self) -> None:
+        """Load what is new or changed, unload what is gone. One bad model holds up no other."""
+        scan = await self._scan()
+        for name, reason in scan.problems.items():
+            self._entry(name).failure = reason
+        prints = await asyncio.to_thread(self._fingerprints, scan)
+        changed = [name for name, value in prints.items() if value != self._polled.get(name)]
+        gone = [n for n in self.entries if n not in scan.models and n not in scan.problems]
+        self._polled = prints
+        for name in gone:
+            await self.unload(name)
+            if not self.entries[name].versions:
+                del self.entries[name]
+        configs = await self._configs(scan, changed)
+        operation = _Operation(self, scan, configs)
+        results = await asyncio.gather(
+            *(operation.load(name) for name in changed), return_exceptions=True
+        )
+        for name, result in zip(changed, results, strict=True):
+            if isinstance(result, BaseException) and not isinstance(result, NpuserveError):
+                logger.error("loading '%s' failed", name, exc_info=result)
+            elif result is None:
+                await self._refresh_dependents(name)
+
+    def _fingerprints(self, scan: Scan) -> dict[str, object]:
+        return {name: self._factory.fingerprint(d) for name, d in scan.models.items()}
+
+    async def stop(self) -> None:
+        """Stop all models; each answers what it has accepted first."""
+        models = [
+            status.model
+            for entry in self.entries.values()
+            for status in entry.versions.values()
+            if status.model is not None
+        ]
+        for model in models:
+            model.stop_accepting()
+        draining = [model for group in self._draining.values() for model in group]
+        await asyncio.gather(*(self._stop_model(model) for model in {*models, *draining}))
+        for entry in self.entries.values():
+            self._drop_file_override(entry)
+
+    # ---------------------------------------------------------------- load
+
+    async def load(
+        self, name: str, config_json: str | None = None, files: Mapping[str, bytes] | None = None
+    ) -> None:
+        """Load or reload a model and, for an ensemble, the members that are not loaded yet.
+
+        Args:
+            config_json: configuration that replaces config.pbtxt as a whole.
+            files: relative path → content; they replace the whole model directory.
+
+        Raises:
+            InternalError: the model is in no repository or its configuration cannot be read.
+            InvalidArgumentError: a version failed to load; the old ones, if any, go on serving.
+        """
+        if files and config_json is None:
+            raise InternalError(
+                f"failed to load '{name}', failed to poll from model repository: Load parameter "
+                "'config' must be specified for model file override"
+            )
+        entry = self._entry(name)
+        async with entry.lock:
+            entry.explicit = True
+            if files:
+                directory = await asyncio.to_thread(_write_files, name, files)
+                self._drop_file_override(entry)
+                entry.file_override = directory
+            elif config_json is None:
+                self._drop_file_override(entry)
+            scan = await self._scan()
+            self._override_directory(scan, entry)
+            override = {name: config_json} if config_json is not None else {}
+            configs = await self._configs(scan, [name], override)
+            operation = _Operation(self, scan, configs, forced=bool(override))
+            await operation.load(name, locked=True)
+            entry.override = config_json or ""
+        await self._refresh_dependents(name)
+
+    async def load_one(
+        self, entry: ModelEntry, directory: ModelDirectory, config: ModelConfig, forced: bool
+    ) -> None:
+        """Make the versions of one model and swap them in. The entry's lock is held."""
+        fingerprint = await asyncio.to_thread(self._factory.fingerprint, directory)
+        if entry.loaded and not forced and not entry.override and fingerprint == entry.fingerprint:
+            return
+        versions = self._factory.select_versions(config, directory)
+        if not versions:
+            entry.failure = (
+                "at least one version must be available under the version policy of model "
+                f"'{entry.name}'"
+            )
+            raise InvalidArgumentError(f"load failed for model '{entry.name}': {entry.failure}\n")
+        entry.failure = ""
+        for version in versions:
+            if version not in entry.versions:
+                entry.versions[version] = VersionStatus(ModelState.LOADING)
+            elif entry.versions[version].state is not ModelState.READY:
+                entry.versions[version].state = ModelState.LOADING
+                entry.versions[version].reason = ""
+        async with self._slots:
+            made = await asyncio.gather(
+                *(self._make(entry, directory, config, version) for version in versions)
+            )
+        errors = {v: m for v, m in zip(versions, made, strict=True) if isinstance(m, NpuserveError)}
+        models = [m for m in made if not isinstance(m, NpuserveError)]
+        if errors:
+            await self._give_up(entry, versions, errors, models)
+        else:
+            entry.fingerprint, entry.config = fingerprint, models[0].config
+            self._swap(entry, models)
+
+    async def _make(
+        self, entry: ModelEntry, directory: ModelDirectory, config: ModelConfig, version: int
+    ) -> Model | NpuserveError:
+        attempts = 1 + self._options.model_load_retry_count
+        for attempt in range(attempts):
+            try:
+                return await self._factory.make(directory, config, version, entry.namespace)
+            except NpuserveError as error:
+                failure = error
+            except Exception as error:
+                logger.exception("loading model '%s' version %d failed", entry.name, version)
+                failure = InternalError(f"{type(error).__name__}: {error}")
+            if attempt + 1 < attempts:
+                logger.warning("retrying to load '%s' version %d", entry.name, version)
+        logger.error("failed to load '%s' version %d: %s", entry.name, version, failure.reason)
+        return failure
+
+    async def _give_up(
+        self,
+        entry: ModelEntry,
+        versions: list[int],
+        errors: dict[int, NpuserveError],
+        made: list[Model],
+    ) -> None:
+        await asyncio.gather(*(model.stop() for model in made))
+        text = ""
+        for version in versions:
+            status = entry.versions[version]
+            error = errors.get(version)
+            reason = error.reason if error else "another version of the same load failed"
+            if error:
+                text += f"version {version} is at UNAVAILABLE state: {reason};\n"
+            if status.state is not ModelState.READY:
+                entry.versions[version] = VersionStatus(ModelState.UNAVAILABLE, reason)
+        raise InvalidArgumentError(f"load failed for model '{entry.name}': {text}")
+
+    def _swap(self, entry: ModelEntry, models: list[Model]) -> None:
+        former = entry.versions
+        entry.versions = {
+            model.version: VersionStatus(ModelState.READY, "", model) for model in models
+        }
+        for version, status in former.items():
+            if status.model is not None:
+                self._retire(entry, status.model)
+            if version not in entry.versions:
+                entry.versions[version] = VersionStatus(ModelState.UNAVAILABLE, "unloaded")
+        for model in models:
+            replaced = former.get(model.version)
+            self._server.model_loaded(model, replaced.model if replaced else None)
+            logger.info("successfully loaded '%s' version %d", model.name, model.version)
+        self._server.publish(entry)
+
+    # ---------------------------------------------------------------- unload
+
+    async def unload(self, name: str, unload_dependents: bool = False) -> None:
+        """Begin to unload; returns once new requests are refused. Unknown names are fine."""
+        entry = self.entries.get(name)
+        if entry is None:
+            return
+        async with entry.lock:
+            self._unload_entry(entry)
+        if unload_dependents and entry.config is not None:
+            for member, _version in self._factory.members(entry.config):
+                other = self.entries.get(member)
+                if other and not other.explicit and not self._dependents(member):
+                    await self.unload(member, unload_dependents=True)
+        for dependent in self._dependents(name):
+            async with dependent.lock:
+                self._unload_entry(dependent)
+
+    def _unload_entry(self, entry: ModelEntry) -> None:
+        entry.explicit = False
+        entry.fingerprint = None
+        entry.override = ""
+        for version, status in entry.versions.items():
+            if status.model is None:
+                if status.state is not ModelState.UNLOADING:
+                    entry.versions[version] = VersionStatus(ModelState.UNAVAILABLE, "unloaded")
+                continue
+            status.state = ModelState.UNLOADING
+            self._retire(entry, status.model, status)
+        self._server.publish(entry)
+
+    def _retire(self, entry: ModelEntry, model: Model, status: VersionStatus | None = None) -> None:
+        """Let the model finish what it has in the background, then free it."""
+        model.stop_accepting()
+        group = self._draining.setdefault(entry.name, set())
+        group.add(model)
+
+        async def drain() -> None:
+            await self._stop_model(model)
+            group.discard(model)
+            if status is not None:
+                status.model = None
+                if status.state is ModelState.UNLOADING:
+                    status.state, status.reason = ModelState.UNAVAILABLE, "unloaded"
+                    self._drop_file_override(entry)
+                    logger.info("successfully unloaded '%s' version %d", model.name, model.version)
+
+        self._server.spawn(drain(), name=f"drain {model.name}:{model.version}")
+
+    async def _stop_model(self, model: Model) -> None:
+        try:
+            await model.stop()
+        except Exception:
+            logger.exception("stopping '%s' version %d failed", model.name, model.version)
+        self._server.model_unloaded(model)
+
+    # ---------------------------------------------------------------- ensembles
+
+    def _dependents(self, name: str) -> list[ModelEntry]:
+        """Loaded ensembles that have `name` as a member."""
+        return [
+            entry
+            for entry in self.entries.values()
+            if entry.loaded
+            and entry.config is not None
+            and any(member == name for member, _version in self._factory.members(entry.config))
+        ]
+
+    async def _refresh_dependents(self, name: str) -> None:
+        """A member was (re)loaded: its ensembles must still fit."""
+        for entry in self._dependents(name):
+            assert entry.config is not None
+            try:
+                self._factory.check_ensemble(entry.config)
+            except NpuserveError as error:
+                logger.error("ensemble '%s' no longer fits: %s", entry.name, error)
+                async with entry.lock:
+                    self._unload_entry(entry)
+                    for status in entry.versions.values():
+                        status.reason = error.reason
+
+    # ---------------------------------------------------------------- repository
+
+    async def index(self, ready_only: bool) -> list[ModelIndexEntry]:
+        """Rows of the repository index: models of the repositories, one row a version."""
+        scan = await self._scan()
+        rows: list[ModelIndexEntry] = []
+        for name in sorted({*scan.models, *scan.problems, *self.entries}):
+            entry = self.entries.get(name)
+            found = name in scan.models or name in scan.problems
+            if not found and (entry is None or not entry.loaded):
+                continue
+            rows.extend(self._index_rows(name, entry, scan.problems.get(name, "")))
+        return [row for row in rows if not ready_only or row.state == ModelState.READY]
+
+    @staticmethod
+    def _index_rows(name: str, entry: ModelEntry | None, problem: str) -> list[ModelIndexEntry]:
+        if entry is not None and entry.versions:
+            return [
+                ModelIndexEntry(name, str(version), status.state, status.reason)
+                for version, status in sorted(entry.versions.items())
+            ]
+        # Differs from Triton: a model that could not be read is listed with the reason.
+        failure = problem or (entry.failure if entry is not None else "")
+        if failure:
+            return [ModelIndexEntry(name, "", ModelState.UNAVAILABLE, failure)]
+        return [ModelIndexEntry(name)]
+
+    async def _scan(self) -> Scan:
+        return await asyncio.to_thread(self._factory.scan)
+
+    async def _configs(
+        self, scan: Scan, names: Iterable[str], overrides: Mapping[str, str] | None = None
+    ) -> dict[str, ModelConfig]:
+        """Configurations of the models and of all members below them; failures are recorded."""
+        configs: dict[str, ModelConfig] = {}
+        waiting = list(names)
+        seen = set(waiting)
+        while waiting:
+            name = waiting.pop()
+            directory = scan.models.get(name)
+            if directory is None:
+                continue
+            try:
+                config = await asyncio.to_thread(
+                    self._factory.load_config, directory, (overrides or {}).get(name)
+                )
+            except NpuserveError as error:
+                self._entry(name).failure = error.reason
+                logger.error("failed to poll model '%s': %s", name, error)
+                continue
+            configs[name] = config
+            for member, _version in self._factory.members(config):
+                if member not in seen:
+                    seen.add(member)
+                    waiting.append(member)
+        return configs
+
+    def _override_directory(self, scan: Scan, entry: ModelEntry) -> None:
+        if entry.file_override is not None:
+            scan.models[entry.name] = self._factory.directory_of(entry.name, entry.file_override)
+            scan.problems.pop(entry.name, None)
+
+    def _drop_file_override(self, entry: ModelEntry) -> None:
+        directory, entry.file_override = entry.file_override, None
+        if directory is not None:
+            shutil.rmtree(directory.parent, ignore_errors=True)
+
+    def _entry(self, name: str) -> ModelEntry:
+        entry = self.entries.get(name)
+        if entry is None:
+            entry = self.entries[name] = ModelEntry(name)
+        return entry
+
+
+class _Operation:
+    """One start-up or load call: each model is loaded once, members before their ensembles."""
+
+    def __init__(
+        self,
+        lifecycle: Lifecycle,
+        scan: Scan,
+        configs: dict[str, ModelConfig],
+        forced: bool = False,
+    ) -> None:
+        self._lifecycle = lifecycle
+        self._factory = lifecycle._factory
+        self._scan = scan
+        self._configs = configs
+        self._forced = forced
+        self._running: dict[str, asyncio.Future[None]] = {}
+
+    async def load(self, name: str, locked: bool = False) -> None:
+        """Load `name` after its members; concurrent callers share one load.
+
+        Args:
+            locked: the caller holds the entry's lock.
+        """
+        future = self._running.get(name)
+        if future is not None:
+            return await asyncio.shield(future)
+        future = self._running[name] = asyncio.get_running_loop().create_future()
+        try:
+            await self._load(name, locked)
+        except NpuserveError as error:
+            future.set_exception(error)
+            future.exception()  # a load that nobody else waits for is no unhandled error
+            raise
+        except BaseException:
+            future.cancel()
+            raise
+        future.set_result(None)
+        return None
+
+    async def _load(self, name: str, locked: bool) -> None:
+        entry = self._lifecycle._entry(name)
+        directory = self._scan.models.get(name)
+        config = self._configs.get(name)
+        if directory is None or config is None:
+            if directory is None and name not in self._scan.problems:
+                entry.failure = "model not found in any model repository."
+                logger.error("failed to poll model '%s': %s", name, entry.failure)
+            elif name in self._scan.problems:
+                entry.failure = self._scan.problems[name]
+            # Differs from Triton: the reason, which it only logs, is part of the answer.
+            raise InternalError(
+                f"failed to load '{name}', failed to poll from model repository: {entry.failure}"
+            )
+        members = {member for member, _version in self._factory.members(config)}
+        if members:
+            await self._load_members(entry, config, members)
+        if locked:
+            await self._lifecycle.load_one(entry, directory, config, self._forced)
+        else:
+            async with entry.lock:
+                await self._lifecycle.load_one(entry, directory, config, forced=False)
+
+    async def _load_members(
+        self, entry: ModelEntry, config: ModelConfig, members: set[str]
+    ) -> None:
+        cycle = self._cycle(entry.name)
+        if cycle:
+            text = f"circular dependency between ensembles: {' -> '.join(cycle)}"
+            self._fail(entry, config, InvalidArgumentError(text))
+        results = await asyncio.gather(
+            *(self._load_member(entry.name, member) for member in sorted(members)),
+            return_exceptions=True,
+        )
+        for result in results:
+            if isinstance(result, NpuserveError):
+                self._fail(entry, config, result)
+            elif isinstance(result, BaseException):
+                raise result
+        try:
+            self._factory.check_ensemble(config)
+        except NpuserveError as error:
+            self._fail(entry, config, error)
+
+    async def _load_member(self, ensemble: str, member: str) -> None:
+        loaded = self._lifecycle.entries.get(member)
+        if loaded is not None and loaded.loaded and member not in self._running:
+            return
+        try:
+            await self.load(member)
+        except InvalidArgumentError as error:
+            raise InvalidArgumentError(
+                f"ensemble '{ensemble}' depends on '{member}' which has no loaded version. Model "
+                f"'{member}' loading failed with error: {error}"
+            ) from error
+        except NpuserveError as error:
+            raise InvalidArgumentError(
+                f"ensemble {ensemble} contains models that are not available or ambiguous: "
+                f"{member} ({error})"
+            ) from error
+
+    def _cycle(self, name: str) -> list[str]:
+        """The way from `name` over members back to `name`; [] if there is none."""
+        stack = [[name]]
+        visited: set[str] = set()
+        while stack:
+            path = stack.pop()
+            config = self._configs.get(path[-1])
+            for member, _version in self._factory.members(config) if config else ():
+                if member == name:
+                    return [*path, name]
+                if member not in visited:
+                    visited.add(member)
+                    stack.append([*path, member])
+        return []
+
+    def _fail(self, entry: ModelEntry, config: ModelConfig, error: NpuserveError) -> NoReturn:
+        """Record why an ensemble cannot be loaded, and raise it as its load failure."""
+        directory = self._scan.models[entry.name]
+        text = ""
+        for version in self._factory.select_versions(config, directory):
+            text += f"version {version} is at UNAVAILABLE state: {error.reason};\n"
+            status = entry.versions.get(version)
+            if status is None or status.state is not ModelState.READY:
+                entry.versions[version] = VersionStatus(ModelState.UNAVAILABLE, error.reason)
+            logger.error("failed to load '%s' version %d: %s", entry.name, version, error.reason)
+        raise InvalidArgumentError(f"load failed for model '{entry.name}': {text}")
+
+
+def _write_files(name: str, files: Mapping[str, bytes]) -> Path:
+    """A temporary model directory with these files.
+
+    Raises:
+        InternalError: a path leaves the directory.
+    """
+    root = Path(tempfile.mkdtemp(prefix="npuserve-load-"))
+    model_dir = root / name
+    try:
+        for relative, content in files.items():
+            target = (model_dir / relative).resolve()
+            if not target.is_relative_to(model_dir.resolve()):
+                raise InternalError(
+                    f"Invalid file parameter 'file:{relative}' with normalized path '{target}' "
+                    "must stay within model directory."
+                )
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(content)
+    except BaseException:
+        shutil.rmtree(root, ignore_errors=True)
+        raise
+    return model_dir
+
+
+__all__ = ["Lifecycle", "ModelEntry", "ModelState", "VersionStatus"]

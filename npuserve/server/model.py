@@ -1,0 +1,229 @@
+"""One model version at work: configuration, scheduler, instances and statistics together.
+
+Step 4 of the walk ends here: `Model.accept` validates a request and hands it to the scheduler.
+How versions come and go is in lifecycle.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from npuserve.model_config import is_decoupled
+from npuserve.server.instance import InstancePool
+from npuserve.server.schedulers import create_scheduler
+from npuserve.server.schedulers.base import SchedulerContext
+from npuserve.server.statistics import ModelStatistics
+from npuserve.server.validation import RequestValidator, reshaped
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from npuserve.backends.base import Backend, BackendModelContext
+    from npuserve.model_config import ModelConfig
+    from npuserve.request import InferenceRequest
+    from npuserve.response import InferenceResponse
+    from npuserve.server.schedulers.base import Scheduler
+
+logger = logging.getLogger(__name__)
+
+_now_ns = time.monotonic_ns
+
+
+class Model:
+    """A model version that has a configuration; `start` makes it able to serve.
+
+    Attributes:
+        name, version, config: what it is; `config` is complete.
+        statistics: see `ModelStatistics`; a reload makes a new Model and so starts at zero.
+        decoupled: whether a request may have any number of responses.
+        input_specs: wire datatype and dims by input name, in the order of the configuration.
+        inflight: requests accepted and not yet answered as final.
+    """
+
+    def __init__(
+        self,
+        context: BackendModelContext,
+        backend: Backend | None,
+        loop: asyncio.AbstractEventLoop,
+        namespace: str = "",
+    ) -> None:
+        self.context = context
+        self.backend = backend
+        self.name = context.name
+        self.version = context.version
+        self.namespace = namespace
+        self.config: ModelConfig = context.config
+        self.decoupled = is_decoupled(self.config)
+        self.max_batch_size = self.config.max_batch_size
+        self.statistics = ModelStatistics()
+        self.validator = RequestValidator(self.config)
+        self.input_specs = {
+            name: (spec.datatype, spec.dims) for name, spec in self.validator.inputs.items()
+        }
+        self.pool = InstancePool(self.name, self.version, loop, self.statistics, self.decoupled)
+        self.pool.output_names = frozenset(self.validator.outputs) | {
+            state.output_name for state in self.config.sequence_batching.state
+        }
+        if any(spec.reshape is not None for spec in self.validator.outputs.values()):
+            self.pool.reshape_outputs = self._reshape_outputs
+        self.inflight = 0
+        self.load_seconds = 0.0
+        self._scheduler: Scheduler | None = None
+        self._accepting = False
+        self._drained: asyncio.Event | None = None
+        self._labels: dict[str, list[str]] = {}
+        # Called when `ready` may have changed (a worker died or came back).
+        self.on_health: Callable[[], None] | None = None
+
+    @property
+    def ready(self) -> bool:
+        """Whether it takes requests and at least one instance is alive."""
+        return self._accepting and (not self.pool.instances or self.pool.healthy)
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """The scheduler of a started model."""
+        assert self._scheduler is not None
+        return self._scheduler
+
+    async def start(
+        self,
+        services: Any,
+        *,
+        configure_pool: Callable[[InstancePool, ModelConfig], None],
+        warm_up: Callable[[Model], Any],
+    ) -> None:
+        """Make and start the instances, run the warm-up, then accept requests.
+
+        Args:
+            services: the server, see SchedulerContext for what of it is used.
+            configure_pool: attaches the rate limiter.
+            warm_up: coroutine function run before the first request.
+
+        Raises:
+            NpuserveError: why it cannot serve; everything taken so far is freed.
+        """
+        begin = _now_ns()
+        try:
+            if self.backend is not None:
+                self._labels = await asyncio.to_thread(self._read_labels)
+                made = await asyncio.to_thread(self.backend.load, self.context)
+                for placement, instance in zip(self.context.placements, made, strict=True):
+                    self.pool.add(placement, instance)
+                await self.pool.initialize()
+            else:
+                self._labels = await asyncio.to_thread(self._read_labels)
+            configure_pool(self.pool, self.config)
+            self._scheduler = create_scheduler(
+                SchedulerContext(
+                    name=self.name,
+                    version=self.version,
+                    config=self.config,
+                    model_dir=self.context.model_dir,
+                    instances=self.pool,
+                    statistics=self.statistics,
+                    clock=services.clock,
+                    submit=services.infer,
+                    lookup=services.model,
+                    cache=services.cache if self.config.response_cache.enable else None,
+                )
+            )
+            await warm_up(self)
+        except BaseException:
+            await self._free()
+            raise
+        self.pool.on_availability = self._availability_changed
+        self.load_seconds = (_now_ns() - begin) / 1e9
+        self._accepting = True
+
+    def accept(self, request: InferenceRequest) -> None:
+        """Validate the request and queue it; from here the scheduler owns it.
+
+        Raises:
+            NpuserveError: refused, the request is still the caller's.
+        """
+        request.batch_size = self.validator.check(request)
+        request.model = self
+        request.start_ns = request.queue_ns = _now_ns()
+        requested = request.requested_outputs
+        if requested and len(requested) < len(self.validator.output_names):
+            _keep_requested(request)
+        request.on_release = self._released
+        self.inflight += 1
+        self.statistics.pending += 1
+        try:
+            self.scheduler.enqueue(request)
+        except BaseException:
+            self.inflight -= 1
+            self.statistics.pending -= 1
+            request.on_release = None
+            if self._drained is not None and not self.inflight:
+                self._drained.set()
+            raise
+
+    def labels(self, output: str) -> list[str]:
+        """Lines of the output's label file, [] without one."""
+        return self._labels.get(output, [])
+
+    def stop_accepting(self) -> None:
+        """New requests are refused; queued ones are still executed."""
+        self._accepting = False
+        if self._scheduler is not None:
+            self._scheduler.stop()
+
+    async def stop(self) -> None:
+        """Refuse new requests, wait for the accepted ones, then free everything."""
+        self.stop_accepting()
+        if self.inflight:
+            self._drained = asyncio.Event()
+            await self._drained.wait()
+        await self._free()
+
+    async def _free(self) -> None:
+        await self.pool.wait_idle()
+        await self.pool.finalize()
+        if self.pool.rate_limiter is not None:
+            self.pool.rate_limiter.remove(self.pool)
+        if self.backend is not None:
+            await asyncio.to_thread(self.backend.unload, self.context)
+
+    def _released(self, request: InferenceRequest) -> None:
+        self.inflight -= 1
+        if self._drained is not None and not self.inflight:
+            self._drained.set()
+
+    def _availability_changed(self) -> None:
+        if self.on_health is not None:
+            self.on_health()
+
+    def _reshape_outputs(self, response: InferenceResponse) -> None:
+        batching = self.max_batch_size > 0
+        for position, tensor in enumerate(response.outputs):
+            spec = self.validator.outputs.get(tensor.name)
+            if spec is not None and spec.reshape is not None:
+                response.outputs[position] = reshaped(tensor, spec.reshape, spec.dims, batching)
+
+    def _read_labels(self) -> dict[str, list[str]]:
+        labels = {}
+        for output in self.config.output:
+            if output.label_filename:
+                path = Path(self.context.model_dir, output.label_filename)
+                labels[output.name] = path.read_text(encoding="utf-8").splitlines()
+        return labels
+
+
+def _keep_requested(request: InferenceRequest) -> None:
+    """Let only the requested outputs through to the client."""
+    wanted = frozenset(request.requested_outputs)
+    deliver = request.on_response
+
+    def filtered(response: InferenceResponse | None, final: bool) -> None:
+        if response is not None and response.outputs:
+            response.outputs = [tensor for tensor in response.outputs if tensor.name in wanted]
+        deliver(response, final)
+
+    request.on_response = filtered

@@ -1,0 +1,124 @@
+"""Builds `Model` objects: from a directory to a version that is ready to serve.
+
+The one place that brings repository, backends, devices, warm-up and rate limiter together;
+lifecycle.py decides when, this file knows how. Functions without `async` may block and are called
+in helper threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING
+
+from npuserve import model_repository
+from npuserve.backends.base import Backend, BackendModelContext
+from npuserve.backends.registry import get_backend
+from npuserve.model_config import ModelConfig
+from npuserve.server import instance_group
+from npuserve.server.devices import visible_cards
+from npuserve.server.ensemble_graph import check_ensemble, member_models
+from npuserve.server.model import Model
+from npuserve.server.warmup import run_warmup
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from npuserve.model_repository import ModelDirectory, Scan
+    from npuserve.server.core import InferenceServer
+    from npuserve.server.instance import InstancePool
+
+logger = logging.getLogger(__name__)
+
+
+class ModelFactory:
+    """How this server makes models."""
+
+    def __init__(self, server: InferenceServer) -> None:
+        self._server = server
+        self._options = server.options
+
+    # ---------------------------------------------------------------- repository (may block)
+
+    def scan(self) -> Scan:
+        """What the repositories hold now."""
+        return model_repository.scan(self._options.model_repository, self._options)
+
+    def load_config(self, directory: ModelDirectory, override_json: str | None) -> ModelConfig:
+        """Parsed and normalised configuration; raises with file, line and field."""
+        return model_repository.load_config(directory, self._options, override_json)
+
+    def fingerprint(self, directory: ModelDirectory) -> object:
+        """Equal as long as no file of the model changed."""
+        return model_repository.fingerprint(directory)
+
+    @staticmethod
+    def select_versions(config: ModelConfig, directory: ModelDirectory) -> list[int]:
+        """Versions that the policy serves, ascending."""
+        return model_repository.select_versions(config, directory)
+
+    @staticmethod
+    def directory_of(name: str, path: Path) -> ModelDirectory:
+        """A model directory outside the repositories (files given with a load call)."""
+        return model_repository.ModelDirectory.from_path(name, path)
+
+    # ---------------------------------------------------------------- ensembles
+
+    @staticmethod
+    def members(config: ModelConfig) -> list[tuple[str, int]]:
+        """Member models of an ensemble with their versions (-1 newest); [] for other models."""
+        return member_models(config)
+
+    def check_ensemble(self, config: ModelConfig) -> None:
+        """Raises InvalidArgumentError unless the loaded members fit together."""
+        check_ensemble(config, lambda name, version: self._server.model(name, version).config)
+
+    # ---------------------------------------------------------------- models
+
+    async def make(
+        self, directory: ModelDirectory, config: ModelConfig, version: int, namespace: str
+    ) -> Model:
+        """A started model version, ready to be published.
+
+        Raises:
+            NpuserveError: why not; nothing is left behind.
+        """
+        complete = ModelConfig()
+        complete.CopyFrom(config)
+        context, backend = await asyncio.to_thread(self._prepare, directory, complete, version)
+        model = Model(context, backend, self._server.loop, namespace)
+        await model.start(self._server, configure_pool=self._configure_pool, warm_up=run_warmup)
+        return model
+
+    def _prepare(
+        self, directory: ModelDirectory, config: ModelConfig, version: int
+    ) -> tuple[BackendModelContext, Backend | None]:
+        options = self._options
+        is_ensemble = config.platform == "ensemble"
+        backend = None if is_ensemble else get_backend(config.backend, options)
+        context = BackendModelContext(
+            name=config.name,
+            version=version,
+            config=config,
+            model_dir=directory.path,
+            version_dir=directory.path / str(version),
+            placements=(),
+            backend_options={
+                **options.backend_config.get("", {}),
+                **options.backend_config.get(config.backend, {}),
+            },
+            services=self._server,
+        )
+        if backend is not None:
+            if not options.disable_auto_complete_config:
+                backend.auto_complete(context)
+            model_repository.normalize(config)
+            cards = visible_cards()
+            instance_group.fill_instance_groups(config, cards)
+            context.placements = instance_group.placements(config, cards)
+        model_repository.validate_config(config, directory, completed=True)
+        return context, backend
+
+    def _configure_pool(self, pool: InstancePool, config: ModelConfig) -> None:
+        if self._server.rate_limiter is not None:
+            self._server.rate_limiter.configure(pool, config)
