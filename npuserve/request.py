@@ -48,6 +48,8 @@ class InferenceRequest:
         on_cancel: set by whoever holds the request at the moment (queue, worker) to learn of a
             cancellation; called at most once, on the loop's thread.
         on_release: called once, after the final response was handed over.
+        on_reschedule: set by a scheduler that takes the request back after an execution to
+            execute it again (iterative sequences); None where models may not ask for that.
         model: the server's Model that serves it, set when the request was accepted.
         batch_size: number of batch elements, 0 for a model without a batch dimension.
         *_ns: monotonic nanoseconds; 0 means not reached. `start_ns`: accepted by the core;
@@ -59,7 +61,7 @@ class InferenceRequest:
     __slots__ = (
         "batch_size", "cancelled", "compute_start_ns", "correlation_id", "filler", "finished",
         "flags", "id", "inputs", "model", "model_name", "model_version", "on_cancel",
-        "on_release", "on_response", "parameters", "parent", "priority", "queue_ns",
+        "on_release", "on_reschedule", "on_response", "parameters", "parent", "priority", "queue_ns",
         "requested_outputs", "response_count", "scheduling", "start_ns", "timeout_us", "trace",
     )  # fmt: skip
 
@@ -91,6 +93,7 @@ class InferenceRequest:
         self.on_response = on_response
         self.on_cancel: Callable[[InferenceRequest], None] | None = None
         self.on_release: Callable[[InferenceRequest], None] | None = None
+        self.on_reschedule: Callable[[InferenceRequest], None] | None = None
         self.model: Any = None
         self.scheduling: Any = None  # private to the scheduler that holds the request
         self.parent: InferenceRequest | None = None

@@ -151,6 +151,14 @@ class ExecutionBatch(Protocol):
         To be called before the execution ends, in the thread that executes.
         """
 
+    def reschedule(self, request: InferenceRequest) -> None:
+        """The model wants to execute this request of an iterative sequence once more.
+
+        Gives the request back to its scheduler; nothing more may be sent for it in this batch.
+        To be called before the execution ends. A request of any other model is answered with
+        an error.
+        """
+
     def done(self, error: NpuserveError | None = None) -> None:
         """`LoopInstance` only: the execution ended and the instance can take the next batch.
 

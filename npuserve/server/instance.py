@@ -17,7 +17,12 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from npuserve.backends.base import LoopInstance, ModelInstance, Placement
-from npuserve.errors import InternalError, NpuserveError, RequestCancelledError
+from npuserve.errors import (
+    InternalError,
+    InvalidArgumentError,
+    NpuserveError,
+    RequestCancelledError,
+)
 from npuserve.response import InferenceResponse
 from npuserve.server.statistics import FailureReason
 
@@ -31,6 +36,11 @@ logger = logging.getLogger(__name__)
 
 _now_ns = time.monotonic_ns
 
+_NOT_ITERATIVE = (
+    "Request is released with TRITONSERVER_REQUEST_RELEASE_RESCHEDULE, while the model is not "
+    "configured to handle such a flag."
+)
+
 
 class Batch:
     """The `ExecutionBatch` of a `LoopInstance`: everything happens on the loop's thread.
@@ -41,7 +51,7 @@ class Batch:
 
     __slots__ = (
         "_failed", "_finished", "_input_ready_ns", "_is_done", "_kept_open", "_output_ready_ns",
-        "_times",
+        "_rescheduled", "_times",
         "batch_size", "instance", "requests", "start_ns",
     )  # fmt: skip
 
@@ -58,6 +68,7 @@ class Batch:
         self._times = (0, 0, 0)
         self._failed: set[int] | None = None  # id(request) of those that had an error response
         self._kept_open: set[int] | None = None
+        self._rescheduled: set[int] | None = None  # id(request) of those the scheduler has again
         self._finished: list[InferenceRequest] = []  # final before the execution was over
 
     def input_ready(self) -> None:
@@ -84,6 +95,18 @@ class Batch:
         if self._kept_open is None:
             self._kept_open = set()
         self._kept_open.add(id(request))
+
+    def reschedule(self, request: InferenceRequest) -> None:
+        """See `ExecutionBatch.reschedule`."""
+        take_back = request.on_reschedule
+        if take_back is None:
+            error = InvalidArgumentError(_NOT_ITERATIVE)
+            self._deliver(request, InferenceResponse.from_error(error), True)
+            return
+        if self._rescheduled is None:
+            self._rescheduled = set()
+        self._rescheduled.add(id(request))
+        take_back(request)
 
     def _deliver(
         self, request: InferenceRequest, response: InferenceResponse | None, final: bool
@@ -139,8 +162,11 @@ class Batch:
             kept_open = self._kept_open or ()
         else:
             kept_open = ()
+        rescheduled = self._rescheduled or ()
         for request in self.requests:
-            if not request.finished and id(request) not in kept_open:
+            if id(request) in kept_open or id(request) in rescheduled:
+                continue
+            if not request.finished:
                 self._deliver(request, InferenceResponse.from_error(error), True)
 
     def _count(self, request: InferenceRequest) -> None:
@@ -183,6 +209,10 @@ class ThreadBatch(Batch):
             outbox.append((request, response, final))
         else:
             self.instance.post(self._deliver, request, response, final)
+
+    def reschedule(self, request: InferenceRequest) -> None:
+        """See `ExecutionBatch.reschedule`; from any thread."""
+        self.instance.post(super().reschedule, request)
 
     def complete(
         self,
@@ -414,6 +444,8 @@ class InstancePool:
         self.instances: list[Instance] = []
         self.on_free: Callable[[Instance], None] | None = None
         self.on_availability: Callable[[], None] | None = None
+        # The instance died and with it whatever its model remembered.
+        self.on_lost: Callable[[Instance], None] | None = None
         # Names a response may carry; None lets everything through. Triton drops others silently.
         self.output_names: frozenset[str] | None = None
         self.reshape_outputs: Callable[[InferenceResponse], None] | None = None
@@ -488,6 +520,8 @@ class InstancePool:
 
     def availability_changed(self, instance: Instance) -> None:
         """The worker of an instance died or came back."""
+        if self.on_lost is not None and not instance.available:
+            self.on_lost(instance)
         if self.on_availability is not None:
             self.on_availability()
         if instance.is_free and self.on_free is not None:
