@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from npuserve import model_repository
 from npuserve.backends.base import Backend, BackendModelContext
-from npuserve.backends.registry import get_backend
+from npuserve.backends.registry import BackendRegistry
 from npuserve.model_config import ModelConfig
 from npuserve.server import instance_group
 from npuserve.server.devices import visible_cards
@@ -37,6 +37,7 @@ class ModelFactory:
     def __init__(self, server: InferenceServer) -> None:
         self._server = server
         self._options = server.options
+        self.backends = BackendRegistry()
 
     # ---------------------------------------------------------------- repository (may block)
 
@@ -69,9 +70,13 @@ class ModelFactory:
         """Member models of an ensemble with their versions (-1 newest); [] for other models."""
         return member_models(config)
 
-    def check_ensemble(self, config: ModelConfig) -> None:
-        """Raises InvalidArgumentError unless the loaded members fit together."""
-        check_ensemble(config, lambda name, version: self._server.model(name, version).config)
+    def check_ensemble(self, config: ModelConfig) -> bool:
+        """Whether the ensemble is decoupled, because a member is.
+
+        Raises:
+            InvalidArgumentError: the loaded members do not fit together.
+        """
+        return check_ensemble(config, lambda name, version: self._server.model(name, version).config)
 
     # ---------------------------------------------------------------- models
 
@@ -85,6 +90,9 @@ class ModelFactory:
         """
         complete = ModelConfig()
         complete.CopyFrom(config)
+        if self.members(complete):
+            decoupled = self.check_ensemble(complete)
+            complete.model_transaction_policy.decoupled = decoupled
         context, backend = await asyncio.to_thread(self._prepare, directory, complete, version)
         model = Model(context, backend, self._server.loop, namespace)
         await model.start(self._server, configure_pool=self._configure_pool, warm_up=run_warmup)
@@ -95,7 +103,7 @@ class ModelFactory:
     ) -> tuple[BackendModelContext, Backend | None]:
         options = self._options
         is_ensemble = config.platform == "ensemble"
-        backend = None if is_ensemble else get_backend(config.backend, options)
+        backend = None if is_ensemble else self.backends.get(config.backend)
         context = BackendModelContext(
             name=config.name,
             version=version,
