@@ -89,6 +89,13 @@ class ModelStatistics:
         self.compute_infer.add(infer_ns)
         self.compute_output.add(output_ns)
 
+    def request_cache_hit(self, total_ns: int, lookup_ns: int) -> None:
+        """A request was answered from the cache: a success without inference or execution."""
+        self.pending -= 1
+        self.success.add(total_ns)
+        self.queue.add(0)
+        self.cache_hit.add(lookup_ns)
+
     def request_failure(self, reason: FailureReason, total_ns: int) -> None:
         """A request ended with an error after it had been accepted."""
         self.fail.add(total_ns)

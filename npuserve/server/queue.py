@@ -1,0 +1,258 @@
+"""The request queue of the dynamic batcher: priority levels, limits, timeouts, cancellation.
+
+Pure: no clock, no callbacks; the caller says what time it is and answers what falls out. All
+operations are O(1) amortised (O(log n) where queue timeouts are configured): a request that
+leaves from the middle stays as a tombstone until the tombstones outnumber the living.
+
+Source: Triton core src/scheduler_utils.cc (PolicyQueue, PriorityQueue).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+from npuserve.errors import UnavailableError
+
+if TYPE_CHECKING:
+    from npuserve.request import InferenceRequest
+
+
+def request_prefix(request: InferenceRequest) -> str:
+    """`[request id: …] `, as Triton begins the texts of scheduling errors."""
+    return f"[request id: {request.id or '<id_unknown>'}] "
+
+
+@dataclass(frozen=True, slots=True)
+class QueuePolicy:
+    """A ModelQueuePolicy message in the units used inside.
+
+    Attributes:
+        delays: timeout_action is DELAY: expired requests wait behind the others.
+        timeout_ns: 0 means that requests never expire.
+        allow_override: a request may ask for a shorter timeout.
+        max_size: requests the level may hold; 0 means any number.
+    """
+
+    delays: bool = False
+    timeout_ns: int = 0
+    allow_override: bool = False
+    max_size: int = 0
+
+    @classmethod
+    def from_config(cls, message: Any) -> QueuePolicy:
+        """Read a ModelQueuePolicy message."""
+        return cls(
+            delays=message.timeout_action == 1,
+            timeout_ns=message.default_timeout_microseconds * 1_000,
+            allow_override=message.allow_timeout_override,
+            max_size=message.max_queue_size,
+        )
+
+    def request_timeout_ns(self, request: InferenceRequest) -> int:
+        """How long this request may wait; 0 for any time. A request can only shorten it."""
+        wished_ns = request.timeout_us * 1_000
+        if self.allow_override and 0 < wished_ns < self.timeout_ns:
+            return wished_ns
+        return self.timeout_ns
+
+
+class Lane:
+    """A FIFO of requests that may leave from the middle at no cost.
+
+    `request.scheduling` says in which lane a request is; anything else in the deque is a
+    tombstone. Invariant: tombstones never outnumber the living.
+    """
+
+    __slots__ = ("_requests", "live")
+
+    def __init__(self) -> None:
+        self._requests: deque[InferenceRequest] = deque()
+        self.live = 0
+
+    def __iter__(self) -> Iterator[InferenceRequest]:
+        for request in self._requests:
+            if request.scheduling is self:
+                yield request
+
+    def append(self, request: InferenceRequest) -> None:
+        """Put a request at the end."""
+        request.scheduling = self
+        self._requests.append(request)
+        self.live += 1
+
+    def pop(self) -> InferenceRequest:
+        """Take the first request out; the lane must not be empty."""
+        requests = self._requests
+        request = requests.popleft()
+        while request.scheduling is not self:
+            request = requests.popleft()
+        request.scheduling = None
+        self.live -= 1
+        if len(requests) > 2 * self.live:
+            self._bury()
+        return request
+
+    def discard(self, request: InferenceRequest) -> None:
+        """Take a request of this lane out, wherever it stands."""
+        request.scheduling = None
+        self.live -= 1
+        if len(self._requests) > 2 * self.live:
+            self._bury()
+
+    def _bury(self) -> None:
+        self._requests = deque(self)
+
+
+class Level:
+    """One priority level: its policy, its requests, and when they expire."""
+
+    __slots__ = ("_deadlines", "_sequence", "delayed", "policy", "unexpired")
+
+    def __init__(self, policy: QueuePolicy) -> None:
+        self.policy = policy
+        self.unexpired = Lane()
+        self.delayed = Lane()  # expired ones under DELAY: served after all others of the level
+        # Heap of (deadline, sequence, request). Stale once the request is not in `unexpired`.
+        self._deadlines: list[tuple[int, int, InferenceRequest]] = []
+        self._sequence = 0
+
+    def push(self, request: InferenceRequest, now_ns: int) -> None:
+        """See `PriorityQueue.push`."""
+        policy = self.policy
+        if policy.max_size and self.unexpired.live + self.delayed.live >= policy.max_size:
+            raise UnavailableError(request_prefix(request) + "Exceeds maximum queue size")
+        self.unexpired.append(request)
+        if policy.timeout_ns:
+            deadline_ns = now_ns + policy.request_timeout_ns(request)
+            self._sequence += 1
+            heapq.heappush(self._deadlines, (deadline_ns, self._sequence, request))
+
+    def next_deadline_ns(self) -> int:
+        """When the next request expires; 0 if none will."""
+        deadlines, lane = self._deadlines, self.unexpired
+        if len(deadlines) > 2 * lane.live:
+            self._deadlines = deadlines = [d for d in deadlines if d[2].scheduling is lane]
+            heapq.heapify(deadlines)
+        while deadlines and deadlines[0][2].scheduling is not lane:
+            heapq.heappop(deadlines)
+        return deadlines[0][0] if deadlines else 0
+
+    def expire(self, now_ns: int) -> list[InferenceRequest]:
+        """Move expired requests behind the others, or out of the level and into the result."""
+        rejected = []
+        while 0 < self.next_deadline_ns() <= now_ns:
+            request = heapq.heappop(self._deadlines)[2]
+            self.unexpired.discard(request)
+            if self.policy.delays:
+                self.delayed.append(request)
+            else:
+                rejected.append(request)
+        return rejected
+
+
+class PriorityQueue:
+    """Requests of one model in the order they are to be served.
+
+    Args:
+        policies: one per level, the most urgent first.
+        default_level: index of the level of requests without a (valid) priority.
+
+    Attributes:
+        live: number of requests.
+        elements: batch elements of all requests, at least 1 a request.
+        entered: batch elements that ever came in; only grows.
+        timed: whether requests can expire.
+    """
+
+    __slots__ = ("_default", "_lanes", "_levels", "elements", "entered", "live", "timed")
+
+    def __init__(self, policies: Sequence[QueuePolicy], default_level: int = 0) -> None:
+        self._levels = [Level(policy) for policy in policies]
+        self._lanes = [lane for level in self._levels for lane in (level.unexpired, level.delayed)]
+        self._default = self._levels[default_level]
+        self.timed = any(policy.timeout_ns for policy in policies)
+        self.live = 0
+        self.elements = 0
+        self.entered = 0
+
+    @classmethod
+    def from_config(cls, message: Any) -> PriorityQueue:
+        """The queue a ModelDynamicBatching message asks for."""
+        default_policy = QueuePolicy.from_config(message.default_queue_policy)
+        if not message.priority_levels:
+            return cls([default_policy])
+        own: Mapping[int, Any] = message.priority_queue_policy
+        policies = [
+            QueuePolicy.from_config(own[level]) if level in own else default_policy
+            for level in range(1, message.priority_levels + 1)
+        ]
+        return cls(policies, message.default_priority_level - 1)
+
+    def __len__(self) -> int:
+        return self.live
+
+    def __iter__(self) -> Iterator[InferenceRequest]:
+        """Requests in service order: by level, and in a level the unexpired before the delayed."""
+        if len(self._lanes) == 2 and not self._lanes[1].live:
+            return iter(self._lanes[0])
+        return chain.from_iterable(lane for lane in self._lanes if lane.live)
+
+    def push(self, request: InferenceRequest, now_ns: int) -> None:
+        """Append `request` to its priority level and note when it expires.
+
+        Args:
+            request: in the queue once this returns; still the caller's if it raises.
+            now_ns: monotonic.
+
+        Raises:
+            UnavailableError: the level already holds max_queue_size requests.
+        """
+        levels = self._levels
+        # Without levels the request's priority means nothing; out of range is the default level.
+        if len(levels) > 1 and 0 < request.priority <= len(levels):
+            levels[request.priority - 1].push(request, now_ns)
+        else:
+            self._default.push(request, now_ns)
+        elements = request.batch_size or 1
+        self.live += 1
+        self.elements += elements
+        self.entered += elements
+
+    def discard(self, request: InferenceRequest) -> None:
+        """Take out a request that was cancelled."""
+        lane: Lane = request.scheduling
+        lane.discard(request)
+        self._left(request)
+
+    def take(self, count: int) -> list[InferenceRequest]:
+        """Take out the first `count` requests."""
+        taken: list[InferenceRequest] = []
+        for lane in self._lanes:
+            for _ in range(min(lane.live, count - len(taken))):
+                request = lane.pop()
+                self._left(request)
+                taken.append(request)
+            if len(taken) == count:
+                break
+        return taken
+
+    def expire(self, now_ns: int) -> list[InferenceRequest]:
+        """Requests whose time is over and that are to be rejected; they are out of the queue."""
+        rejected = [request for level in self._levels for request in level.expire(now_ns)]
+        for request in rejected:
+            self._left(request)
+        return rejected
+
+    def next_deadline_ns(self) -> int:
+        """When the next request expires; 0 if none will."""
+        deadlines = [level.next_deadline_ns() for level in self._levels]
+        return min((deadline for deadline in deadlines if deadline), default=0)
+
+    def _left(self, request: InferenceRequest) -> None:
+        self.live -= 1
+        self.elements -= request.batch_size or 1

@@ -1,0 +1,68 @@
+"""`preserve_ordering`: responses leave in the order the requests came, across instances.
+
+Works for every way a request can be answered (execution, cache hit, rejection) and for any number
+of responses, since it stands in front of the request's callback.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from functools import partial
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from npuserve.request import InferenceRequest, ResponseCallback
+    from npuserve.response import InferenceResponse
+
+
+class _Turn:
+    """One request in line, and what it has been answered before its turn."""
+
+    __slots__ = ("callback", "final", "held")
+
+    def __init__(self, callback: ResponseCallback) -> None:
+        self.callback = callback
+        self.held: list[tuple[InferenceResponse | None, bool]] = []
+        self.final = False
+
+
+class ResponseOrder:
+    """The line of requests not finally answered yet; the first one's responses pass at once."""
+
+    def __init__(self) -> None:
+        self._line: deque[_Turn] = deque()
+
+    def __len__(self) -> int:
+        return len(self._line)
+
+    def add(self, request: InferenceRequest) -> None:
+        """Put the request in line: from now on its responses wait for those before it."""
+        turn = _Turn(request.on_response)
+        self._line.append(turn)
+        request.on_response = partial(self._respond, turn)
+
+    def _respond(self, turn: _Turn, response: InferenceResponse | None, final: bool) -> None:
+        if turn is not self._line[0]:
+            turn.held.append((response, final))
+            turn.final = final
+            return
+        if final:
+            self._line.popleft()
+        try:
+            turn.callback(response, final)
+        finally:
+            if final:
+                self._pass_on()
+
+    def _pass_on(self) -> None:
+        """Let out what the new first in line, and those after it, have been answered."""
+        line = self._line
+        while line and line[0].held:
+            turn = line[0]
+            if turn.final:
+                line.popleft()
+            held, turn.held = turn.held, []
+            for response, final in held:
+                turn.callback(response, final)
+            if not turn.final:
+                break

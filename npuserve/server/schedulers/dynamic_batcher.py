@@ -1,0 +1,236 @@
+"""The dynamic batcher: queue, timer and wake-ups around `batching.plan_batch`.
+
+Step 6 of the walk. A batch is formed when an instance is free, from what is queued then, so load
+makes batches larger by itself. Requests that are read in one iteration of the event loop are
+planned together: `enqueue` only asks for one look at the queue after everything that runs now.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from npuserve.errors import RequestCancelledError, UnavailableError
+from npuserve.server.batching import BatchRules, Plan, plan_batch
+from npuserve.server.instance import reject
+from npuserve.server.queue import PriorityQueue, request_prefix
+from npuserve.server.regrouping import Regrouping
+from npuserve.server.response_cache import ModelCache
+from npuserve.server.response_order import ResponseOrder
+from npuserve.server.schedulers.default import STOPPING
+from npuserve.server.statistics import FailureReason
+
+if TYPE_CHECKING:
+    from npuserve.clock import Timer
+    from npuserve.request import InferenceRequest
+    from npuserve.server.instance import Instance
+    from npuserve.server.schedulers.base import SchedulerContext
+
+
+class DynamicBatcher:
+    """Scheduler of a model with `dynamic_batching`.
+
+    Args:
+        queue, rules: given by schedulers that build on this one; else from the configuration.
+        preserve_ordering: likewise.
+    """
+
+    def __init__(
+        self,
+        context: SchedulerContext,
+        *,
+        queue: PriorityQueue | None = None,
+        rules: BatchRules | None = None,
+        preserve_ordering: bool | None = None,
+    ) -> None:
+        settings = context.config.dynamic_batching
+        self._instances = context.instances
+        self._statistics = context.statistics
+        self._clock = context.clock
+        self._queue = queue or PriorityQueue.from_config(settings)
+        self._rules = rules or BatchRules.from_config(context.config)
+        ordered = settings.preserve_ordering if preserve_ordering is None else preserve_ordering
+        self._order = ResponseOrder() if ordered else None
+        self._cache = ModelCache.for_model(context, self._queue_up, self._order)
+        self._regrouping = Regrouping()
+        self._stopping = False
+        self._dispatch_due = False  # `_dispatch` is on its way
+        self._dispatching = False
+        # All instances were busy at the last look: only a freed one makes another look useful.
+        self._blocked = False
+        self._grow = False  # see plan_batch
+        # While the queue waits (delay or hold), batch elements below which an arrival changes
+        # nothing; 0 while every arrival counts.
+        self._enough = 0
+        self._timer: Timer | None = None
+        self._timer_ns = 0
+        # (start, batch elements) of the batches in each instance, by its index, oldest first.
+        self._running: dict[int, deque[tuple[int, int]]] = {}
+        self._on_cancel = self._cancelled  # made once, not for every request
+        context.instances.on_free = self._instance_free
+
+    @property
+    def queued(self) -> int:
+        """See `Scheduler.queued`."""
+        return self._queue.live
+
+    def enqueue(self, request: InferenceRequest) -> None:
+        """See `Scheduler.enqueue`."""
+        if self._stopping:
+            raise UnavailableError(request_prefix(request) + STOPPING)
+        if request.cancelled:
+            reject(request, RequestCancelledError(""), self._statistics)
+            return
+        if self._cache is None:
+            self._queue_up(request)
+        else:
+            self._cache.admit(request)
+
+    def _queue_up(self, request: InferenceRequest) -> None:
+        queue, regrouping = self._queue, self._regrouping
+        try:
+            queue.push(request, request.queue_ns)
+        except UnavailableError:
+            # Differs from Triton: a request refused by a full queue is counted as a failure, so
+            # that an overloaded model is seen in the metrics.
+            self._statistics.request_failure(
+                FailureReason.REJECTED, self._clock.now_ns() - request.start_ns
+            )
+            raise
+        request.on_cancel = self._on_cancel
+        if self._order is not None:
+            self._order.add(request)
+        if queue.entered >= regrouping.target:
+            regrouping.returned(request.queue_ns)
+        elif queue.elements < self._enough:
+            return
+        if not (self._dispatch_due or self._blocked):
+            self._dispatch_due = True
+            self._clock.call_soon(self._dispatch)
+        elif queue.timed and self._blocked:
+            self._wake_at(queue.next_deadline_ns())
+
+    def stop(self) -> None:
+        """See `Scheduler.stop`. Nobody can join any more, so nothing waits for a delay."""
+        self._stopping = True
+        self._rules = replace(self._rules, delay_ns=0)
+        self._regrouping.hold_until_ns = 0
+        self._dispatch()
+
+    # ---------------------------------------------------------------- starting batches
+
+    def _dispatch(self) -> None:
+        self._dispatch_due = False
+        if self._dispatching:  # an instance that answers at once; the loop below goes on
+            return
+        self._dispatching = True
+        try:
+            while self._start_batch():
+                pass
+        finally:
+            self._dispatching = False
+
+    def _start_batch(self) -> bool:
+        """Start one batch if there is one and an instance for it."""
+        queue, instances = self._queue, self._instances
+        now_ns = self._clock.now_ns()
+        self._enough = 0
+        if queue.timed:
+            self._reject_expired(now_ns)
+        if not queue.live:
+            return False
+        # A rate limiter lends its resources for an immediate run, so it is asked last.
+        limited = instances.rate_limiter is not None
+        instance = None if limited else instances.acquire()
+        if instance is None and not limited:
+            return self._block()
+        plan = plan_batch(queue, now_ns, self._rules, self._grow)
+        if not plan.count:
+            return self._wait(plan.wait_until_ns)
+        if self._is_held(plan, now_ns):
+            return self._wait(self._regrouping.hold_until_ns)
+        if limited:
+            instance = instances.acquire()
+        if instance is None or (instance.inflight and not (plan.full or limited)):
+            # The second batch in an instance overlaps its copies with the first one's compute.
+            # A partial one would gain less by that than by what may still join it.
+            return self._block()
+        self._grow = False
+        self._run(instance, plan, now_ns)
+        return True
+
+    def _run(self, instance: Instance, plan: Plan, now_ns: int) -> None:
+        running = self._running.get(instance.index)
+        if running is None:
+            running = self._running[instance.index] = deque()
+        running.append((now_ns, plan.batch_size))
+        instance.run(self._queue.take(plan.count), plan.batch_size)
+
+    def _is_held(self, plan: Plan, now_ns: int) -> bool:
+        """Whether to give the callers who were just answered a moment to join."""
+        regrouping = self._regrouping
+        if plan.full or now_ns >= regrouping.hold_until_ns or self._rules.delay_ns:
+            return False
+        return self._queue.entered < regrouping.target
+
+    def _block(self) -> bool:
+        self._blocked = True
+        if self._queue.timed:
+            self._wake_at(self._queue.next_deadline_ns())
+        return False
+
+    def _wait(self, until_ns: int) -> bool:
+        if self._rules.signature is None:
+            self._enough = self._rules.min_preferred
+        if self._queue.timed:
+            until_ns = min(until_ns, self._queue.next_deadline_ns() or until_ns)
+            self._enough = 0
+        self._wake_at(until_ns)
+        return False
+
+    # ---------------------------------------------------------------- what wakes it
+
+    def _instance_free(self, instance: Instance) -> None:
+        running = self._running.get(instance.index)
+        while running and len(running) > instance.inflight:
+            self._executed(*running.popleft())
+        self._grow = self._blocked
+        self._blocked = False
+        if self._queue.elements >= self._rules.max_preferred:
+            self._dispatch()
+        elif self._queue.live and not self._dispatch_due:
+            # Not now: what else arrives in this iteration of the loop may join.
+            self._dispatch_due = True
+            self._clock.call_soon(self._dispatch)
+
+    def _executed(self, start_ns: int, elements: int) -> None:
+        now_ns = self._clock.now_ns()
+        self._regrouping.executed(now_ns, now_ns - start_ns, elements, self._queue.entered)
+
+    def _wake_at(self, when_ns: int) -> None:
+        """Look at the queue again at this time (0: never); an earlier appointment stands."""
+        if not when_ns or (self._timer is not None and self._timer_ns <= when_ns):
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer_ns = when_ns
+        self._timer = self._clock.call_at(when_ns, self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        if self._blocked:
+            self._reject_expired(self._clock.now_ns())
+            self._wake_at(self._queue.next_deadline_ns())
+        else:
+            self._dispatch()
+
+    # ---------------------------------------------------------------- requests that leave
+
+    def _reject_expired(self, now_ns: int) -> None:
+        for request in self._queue.expire(now_ns):
+            reject(request, UnavailableError("Request timeout expired"), self._statistics)
+
+    def _cancelled(self, request: InferenceRequest) -> None:
+        self._queue.discard(request)
+        reject(request, RequestCancelledError(""), self._statistics)
