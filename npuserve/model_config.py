@@ -54,6 +54,9 @@ _STRING_INTEGERS = frozenset(
     }
 )
 
+# Fields younger than the /config that clients know; left out while they hold their default.
+_OMITTED_IF_DEFAULT = frozenset({"inference.ModelEnsembling.max_inflight_requests"})
+
 
 def datatype_name(data_type: int) -> str:
     """Protocol name of a `DataType` value: `FP32`, `BYTES`; `<invalid>` for anything unknown."""
@@ -90,7 +93,7 @@ def config_to_dict(config: Message) -> dict[str, Any]:
     return {
         field.name: _field_to_json(field, getattr(config, field.name))
         for field in config.DESCRIPTOR.fields
-        if not field.has_presence or config.HasField(field.name)
+        if _is_shown(config, field)
     }
 
 
@@ -110,6 +113,12 @@ def config_from_json(text: str) -> ModelConfig:
     except (json.JSONDecodeError, json_format.ParseError) as error:
         raise InvalidArgumentError(str(error)) from error
     return config
+
+
+def _is_shown(message: Message, field: FieldDescriptor) -> bool:
+    if field.has_presence:
+        return message.HasField(field.name)
+    return field.full_name not in _OMITTED_IF_DEFAULT or bool(getattr(message, field.name))
 
 
 def _field_to_json(field: FieldDescriptor, value: Any) -> Any:

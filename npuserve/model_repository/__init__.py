@@ -1,0 +1,24 @@
+"""Model repositories: what lies there, what the configurations say, what changed.
+
+Knows no scheduler and no wire format. `repository.py` is the door; the rest is behind it.
+"""
+
+from npuserve.model_repository.layout import Fingerprint, ModelDirectory, Scan
+from npuserve.model_repository.repository import (
+    fingerprint,
+    load_config,
+    scan,
+    select_versions,
+    validate_config,
+)
+
+__all__ = [
+    "Fingerprint",
+    "ModelDirectory",
+    "Scan",
+    "fingerprint",
+    "load_config",
+    "scan",
+    "select_versions",
+    "validate_config",
+]

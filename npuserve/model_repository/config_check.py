@@ -1,0 +1,193 @@
+"""Every rule that makes a configuration invalid. Pure; all problems are reported at once.
+
+Each check is a generator of texts, worded as Triton words them.
+Source: Triton core src/model_config_utils.cc (ValidateModelConfig and its helpers).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Sequence
+
+from npuserve._proto import model_config_pb2 as pb
+from npuserve.errors import InvalidArgumentError
+from npuserve.model_config import ModelConfig, enum_name
+from npuserve.model_repository.batch_input_check import check_batch_io
+from npuserve.model_repository.ensemble_check import check_ensemble
+from npuserve.model_repository.normalise import ENSEMBLE, PLATFORM_BACKENDS
+from npuserve.model_repository.scheduling_check import check_scheduling
+
+_Tensor = pb.ModelInput | pb.ModelOutput
+
+_KINDS_WITHOUT_CARDS = (pb.ModelInstanceGroup.KIND_CPU, pb.ModelInstanceGroup.KIND_MODEL)
+
+
+def validate(config: ModelConfig, model_dir: str | os.PathLike[str], *, completed: bool) -> None:
+    """Refuse a configuration that breaks a rule.
+
+    Args:
+        config: normalised.
+        model_dir: folder of the model; only its path is used.
+        completed: inputs and outputs are final (the backend completed them, or may not).
+
+    Raises:
+        InvalidArgumentError: with the texts of all broken rules.
+    """
+    problems = list(_problems(config, os.fspath(model_dir), completed))
+    if problems:
+        raise InvalidArgumentError("; ".join(dict.fromkeys(problems)))
+
+
+def _problems(config: ModelConfig, model_dir: str, completed: bool) -> Iterator[str]:
+    yield from _check_backend(config)
+    if config.max_batch_size < 0:
+        yield f"'max_batch_size' must be non-negative value for {config.name}"
+    yield from check_scheduling(config, completed)
+    yield from check_ensemble(config)
+    yield from _check_instance_groups(config)
+    yield from _check_response_cache(config)
+    yield from _check_metrics(config)
+    yield from _check_labels(config, model_dir)
+    if completed or config.platform == ENSEMBLE:
+        for tensor in config.input:
+            yield from _check_tensor(config, tensor, "model input")
+            yield from _check_format(config, tensor)
+        for output in config.output:
+            yield from _check_tensor(config, output, "model output")
+        yield from check_batch_io(config)
+
+
+def _check_backend(config: ModelConfig) -> Iterator[str]:
+    name, platform, backend = config.name, config.platform, config.backend
+    if platform == ENSEMBLE:
+        if backend:
+            yield (
+                f"Ensemble model '{name}' must have platform type 'ensemble' and empty backend type"
+            )
+    elif not platform and not backend:
+        if not config.HasField("ensemble_scheduling"):
+            yield f"must specify 'platform' or 'backend' for '{name}'"
+    elif platform and not backend:
+        yield f"unexpected platform type '{platform}' for {name}"
+    elif platform in PLATFORM_BACKENDS and PLATFORM_BACKENDS[platform] != backend:
+        yield f"unexpected 'platform' and 'backend' pair, got:{platform}, {backend}"
+
+
+def _check_tensor(config: ModelConfig, tensor: _Tensor, what: str) -> Iterator[str]:
+    """Name, type and dimensions of one input or output; `what` begins the texts."""
+    suffix = f" for {config.name}"
+    if not tensor.name:
+        yield f"{what} must specify 'name'{suffix}"
+        return
+    subject = f"{what} '{tensor.name}'"
+    if tensor.data_type == pb.TYPE_INVALID or tensor.data_type not in pb.DataType.values():
+        yield f"{subject} must specify 'data_type'{suffix}"
+    if not tensor.dims:
+        yield f"{subject} must specify 'dims'{suffix}"
+    if any(dim < 1 and dim != -1 for dim in tensor.dims):
+        yield (
+            f"{subject} dimension must be integer >= 1, or -1 to indicate a variable-size "
+            f"dimension{suffix}"
+        )
+    if tensor.is_shape_tensor and config.platform != "tensorrt_plan":
+        yield f"{subject}: shape tensors are only supported for TensorRT platform{suffix}"
+    if tensor.is_non_linear_format_io and config.platform != "tensorrt_plan":
+        yield f"{subject}: Non-linear IO format is only supported for the TensorRT platform{suffix}"
+    if tensor.HasField("reshape"):
+        for problem in _reshape_problems(config, tensor.dims, tensor.reshape.shape):
+            yield f"{subject} {problem}{suffix}"
+
+
+def _reshape_problems(
+    config: ModelConfig, dims: Sequence[int], reshape: Sequence[int]
+) -> Iterator[str]:
+    if not reshape:
+        if config.max_batch_size == 0:
+            yield (
+                "cannot have empty reshape for non-batching model as scalar tensors are not "
+                "supported"
+            )
+        elif list(dims) != [1] and math.prod(dims) != 1:
+            yield "has different size for dims and reshape"
+        return
+    if any(dim < 1 and dim != -1 for dim in reshape):
+        yield (
+            "reshape dimensions must be integer >= 1, or -1 to indicate a variable-size dimension"
+        )
+        return
+    before, after = _fixed_products(dims), _fixed_products(reshape)
+    if len(before) != len(after):
+        yield "has different number of variable-size dimensions for dims and reshape"
+    elif before != after:
+        yield "has different size for dims and reshape"
+
+
+def _fixed_products(dims: Sequence[int]) -> list[int]:
+    """Products of the fixed dimensions before, between and after the variable ones."""
+    products = [1]
+    for dim in dims:
+        if dim == -1:
+            products.append(1)
+        else:
+            products[-1] *= dim
+    return products
+
+
+def _check_format(config: ModelConfig, tensor: pb.ModelInput) -> Iterator[str]:
+    if tensor.format != pb.ModelInput.FORMAT_NONE and len(tensor.dims) != 3:
+        yield f"model input NHWC/NCHW require 3 dims for {config.name}"
+
+
+def _check_labels(config: ModelConfig, model_dir: str) -> Iterator[str]:
+    for output in config.output:
+        path = os.path.normpath(output.label_filename)
+        if os.path.isabs(path) or path.split(os.sep)[0] == os.pardir:
+            yield (
+                f"label file path '{os.path.normpath(os.path.join(model_dir, path))}' for output "
+                f"'{output.name}' in model '{config.name}' is outside model directory"
+            )
+
+
+def _check_instance_groups(config: ModelConfig) -> Iterator[str]:
+    """Rules that need no knowledge of the machine; the others are checked at placement."""
+    for index, group in enumerate(config.instance_group):
+        name = group.name or f"{config.name}_{index}"
+        subject = f"instance group {name} of model {config.name}"
+        if group.gpus and group.kind in _KINDS_WITHOUT_CARDS:
+            yield f"{subject} has kind {enum_name(group, 'kind')} but specifies one or more GPUs"
+        if group.profile and config.platform != "tensorrt_plan":
+            yield (
+                f"{subject} and platform {config.platform}specifies profile field which is only "
+                "supported for TensorRT models"
+            )
+        if group.count < 0:
+            # Differs from Triton: it takes a negative count for 1.
+            yield f"{subject} has a negative count"
+
+
+def _check_response_cache(config: ModelConfig) -> Iterator[str]:
+    if not config.response_cache.enable:
+        return
+    obstacles = (
+        (config.HasField("sequence_batching"), "sequence batching scheduler"),
+        (config.model_transaction_policy.decoupled, "'decoupled' transaction policy"),
+    )
+    for present, obstacle in obstacles:
+        if present:
+            yield (
+                f"Response Cache does not currently support model {config.name} with {obstacle}. "
+                "Please disable the response cache."
+            )
+
+
+def _check_metrics(config: ModelConfig) -> Iterator[str]:
+    for control in config.model_metrics.metric_control:
+        if not control.HasField("metric_identifier"):
+            yield "metric control must specify 'metric_identifier'"
+        elif not control.metric_identifier.family:
+            yield "metric identifier must specify non-empty 'family'"
+        if not control.HasField("histogram_options"):
+            yield "metric control must specify 'histogram_options'"
+        elif not control.histogram_options.buckets:
+            yield "histogram options must specify non-empty 'buckets'"

@@ -1,0 +1,208 @@
+"""What lies in a model repository: models, their versions, their files. Nothing is parsed.
+
+    <repository>/<model>/config.pbtxt
+    <repository>/<model>/<version>/<model file>
+
+Links are followed everywhere, so that Kubernetes volumes (`config.pbtxt -> ..data/config.pbtxt`)
+and linked model folders work. All functions block on the file system.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+
+from npuserve.errors import InternalError, InvalidArgumentError
+
+log = logging.getLogger(__name__)
+
+CONFIG_FILE = "config.pbtxt"
+DUPLICATE = "model appears in two or more repositories"
+
+# Folders of a model that have a meaning of their own and are no versions.
+_RESERVED_FOLDERS = frozenset({"warmup", "initial_state", "configs"})
+# Written while models run; a change there is no change of the model.
+_GENERATED = frozenset({"__pycache__"})
+
+
+@dataclass(frozen=True)
+class ModelDirectory:
+    """One model as the file system has it.
+
+    Attributes:
+        name: folder name, which is the name of the model.
+        path: the folder.
+        versions: version numbers present, ascending.
+        repository: the repository as the command line names it.
+    """
+
+    name: str
+    path: Path
+    versions: tuple[int, ...]
+    repository: str
+
+    @property
+    def config_path(self) -> Path:
+        """Where the configuration is unless `--model-config-name` says otherwise."""
+        return self.path / CONFIG_FILE
+
+    def version_path(self, version: int) -> Path:
+        """Folder of one version."""
+        return self.path / str(version)
+
+
+@dataclass(frozen=True)
+class Scan:
+    """Result of one look at all repositories.
+
+    Attributes:
+        models: by name; servable as far as the file system can tell.
+        problems: name to reason, for models that are there and cannot be served.
+    """
+
+    models: Mapping[str, ModelDirectory]
+    problems: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """State of the files of a model; equal fingerprints mean nothing changed.
+
+    Attributes:
+        config: state of the configuration files.
+        files: state of all other files, by path in the model folder.
+    """
+
+    config: Mapping[str, tuple[int, int]]
+    files: Mapping[str, tuple[int, int]]
+
+
+def scan_repositories(repositories: Sequence[str]) -> Scan:
+    """List the models of several repositories.
+
+    Raises:
+        InternalError: a repository does not exist.
+        InvalidArgumentError: a repository is no folder.
+    """
+    models: dict[str, ModelDirectory] = {}
+    problems: dict[str, str] = {}
+    for repository in dict.fromkeys(repositories):
+        for directory in _models_in(repository):
+            if directory.name in models or directory.name in problems:
+                models.pop(directory.name, None)
+                problems[directory.name] = DUPLICATE
+                _warn_once(
+                    f"failed to poll model '{directory.name}': not unique across all model "
+                    "repositories"
+                )
+            else:
+                models[directory.name] = directory
+    return Scan(models, problems)
+
+
+def read_model(name: str, path: Path, repository: str) -> ModelDirectory:
+    """Look at one model folder."""
+    return ModelDirectory(name, path, tuple(sorted(_versions_in(path))), repository)
+
+
+def fingerprint(directory: ModelDirectory) -> Fingerprint:
+    """State of all files below a model folder; files that vanish meanwhile are left out."""
+    config: dict[str, tuple[int, int]] = {}
+    files: dict[str, tuple[int, int]] = {}
+    for relative, state in _file_states(directory.path):
+        is_config = relative == CONFIG_FILE or relative.startswith("configs/")
+        (config if is_config else files)[relative] = state
+    # An empty version folder is content too: it is all an ensemble has.
+    files.update({f"{version}/": (0, 0) for version in directory.versions})
+    return Fingerprint(config, files)
+
+
+def _models_in(repository: str) -> Iterator[ModelDirectory]:
+    root = Path(repository)
+    if not root.exists():
+        raise InternalError(f"failed to stat file {repository}")
+    if not root.is_dir():
+        raise InvalidArgumentError("repository path is not a valid directory")
+    if (root / CONFIG_FILE).is_file():
+        _warn_once(
+            f"repository '{repository}' has a {CONFIG_FILE} itself: if it is a model, "
+            "--model-repository should name the folder above it"
+        )
+    for path in sorted(root.iterdir()):
+        # Differs from Triton: hidden folders (.git, ..data of a volume) are no models.
+        if path.name.startswith(".") or path.name in _GENERATED or not path.is_dir():
+            continue
+        directory = read_model(path.name, path, repository)
+        if _is_model(directory):
+            yield directory
+
+
+def _is_model(directory: ModelDirectory) -> bool:
+    """Whether a folder has anything of a model.
+
+    Differs from Triton: there a folder of documents fails the start of the server.
+    """
+    path = directory.path
+    if directory.versions or (path / CONFIG_FILE).exists() or (path / "configs").is_dir():
+        return True
+    _warn_once(
+        f"ignore folder '{path}': it has neither a {CONFIG_FILE} nor a version folder such as '1'"
+    )
+    return False
+
+
+def _versions_in(path: Path) -> Iterator[int]:
+    for entry in path.iterdir():
+        name = entry.name
+        if name in _RESERVED_FOLDERS or name in _GENERATED or name.startswith("."):
+            continue
+        if not entry.is_dir():
+            continue
+        version = _version_number(name)
+        if version is not None:
+            yield version
+
+
+def _version_number(name: str) -> int | None:
+    """The version a folder stands for; None, with a warning, if it stands for none."""
+    if not (name.isascii() and name.isdigit()):
+        # Differs from Triton: `-1` is here too; there it becomes 18446744073709551615.
+        _warn_once(f"ignore version directory '{name}' which fails to convert to integral number")
+        return None
+    if name.startswith("0"):
+        _warn_once(
+            f"ignore version directory '{name}' which contains leading zeros in its directory name"
+        )
+        return None
+    number = int(name)
+    if number >= 2**63:
+        _warn_once(f"ignore version directory '{name}' which is out of range")
+        return None
+    return number
+
+
+def _file_states(root: Path) -> Iterator[tuple[str, tuple[int, int]]]:
+    """(path in the model, (modification time in ns, bytes)) of every file, links followed."""
+    for folder, folders, names in os.walk(root, followlinks=True):
+        folders[:] = [
+            name for name in folders if not name.startswith(".") and name not in _GENERATED
+        ]
+        for name in names:
+            if name.startswith(".") or name.endswith(".pyc"):
+                continue
+            path = os.path.join(folder, name)
+            try:
+                status = os.stat(path)
+            except FileNotFoundError:
+                continue
+            yield os.path.relpath(path, root), (status.st_mtime_ns, status.st_size)
+
+
+@lru_cache(maxsize=4096)
+def _warn_once(message: str) -> None:
+    """Log a warning the first time; in poll mode every scan meets the same folders."""
+    log.warning("%s", message)

@@ -1,0 +1,128 @@
+"""What the server asks of its model repositories: scan, configuration, versions, changes.
+
+The one door to this package. Everything blocks on files: call it in a helper thread.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from npuserve.errors import InvalidArgumentError
+from npuserve.model_config import ModelConfig, config_from_json
+from npuserve.model_repository import config_check, layout, normalise
+from npuserve.model_repository.pbtxt import parse_config
+from npuserve.model_repository.version_policy import choose_versions
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from npuserve.model_repository.layout import Fingerprint, ModelDirectory, Scan
+    from npuserve.options import ServerOptions
+
+
+def scan(repositories: Sequence[str], options: ServerOptions) -> Scan:
+    """List the models of all repositories.
+
+    Raises:
+        InternalError: a repository does not exist.
+        InvalidArgumentError: a repository is no folder.
+    """
+    return layout.scan_repositories(repositories)
+
+
+def load_config(
+    directory: ModelDirectory, options: ServerOptions, override_json: str | None = None
+) -> ModelConfig:
+    """Read the configuration of a model and fill in what the server can know.
+
+    Args:
+        directory: from `scan`.
+        options: `model_config_name` and `disable_auto_complete_config` matter.
+        override_json: `config` parameter of a load request; replaces the file completely.
+
+    Raises:
+        InvalidArgumentError: unreadable, or for another model.
+    """
+    if override_json is None:
+        config = _read_config(directory, options)
+    else:
+        config = _parse_override(override_json)
+    if config.name and config.name != directory.name:
+        raise InvalidArgumentError(
+            f"unexpected directory name '{directory.name}' for model '{config.name}', directory "
+            "name must equal model name"
+        )
+    config.name = directory.name
+    normalise.complete(config, _first_version_files(directory))
+    return config
+
+
+def validate_config(config: ModelConfig, directory: ModelDirectory, completed: bool) -> None:
+    """Refuse an invalid configuration, all problems at once.
+
+    Args:
+        config: from `load_config`.
+        directory: its model.
+        completed: whether inputs and outputs are final; before the backend completed them
+            they may be missing.
+
+    Raises:
+        InvalidArgumentError: the configuration breaks at least one rule.
+    """
+    config_check.validate(config, directory.path, completed=completed)
+
+
+def select_versions(config: ModelConfig, directory: ModelDirectory) -> list[int]:
+    """Version numbers to serve, ascending.
+
+    Raises:
+        InvalidArgumentError: the version policy leaves none.
+    """
+    return choose_versions(config, directory.versions)
+
+
+def fingerprint(directory: ModelDirectory) -> Fingerprint:
+    """State of the files of a model, to be compared with a later one."""
+    return layout.fingerprint(directory)
+
+
+def _read_config(directory: ModelDirectory, options: ServerOptions) -> ModelConfig:
+    path = _config_path(directory, options.model_config_name)
+    if not path.exists():
+        if options.disable_auto_complete_config:
+            raise InvalidArgumentError(
+                f"configuration file {path} is missing, and --disable-auto-complete-config "
+                "requires one"
+            )
+        return ModelConfig()
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidArgumentError(f"failed to read text proto from {path}: {error}") from error
+    return parse_config(text, os.fspath(path))
+
+
+def _config_path(directory: ModelDirectory, config_name: str) -> Path:
+    if config_name:
+        named = directory.path / "configs" / f"{config_name}.pbtxt"
+        if named.exists():
+            return named
+    return directory.config_path
+
+
+def _parse_override(text: str) -> ModelConfig:
+    try:
+        return config_from_json(text)
+    except InvalidArgumentError as error:
+        raise InvalidArgumentError(f"Invalid config override: {error}") from error
+
+
+def _first_version_files(directory: ModelDirectory) -> list[str]:
+    """Names in the first version folder (in string order, as Triton has it)."""
+    folders = sorted(str(version) for version in directory.versions)
+    if not folders:
+        return []
+    path = directory.path / folders[0]
+    return sorted(entry.name for entry in path.iterdir())
