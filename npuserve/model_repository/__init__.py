@@ -3,6 +3,7 @@
 Knows no scheduler and no wire format. `repository.py` is the door; the rest is behind it.
 """
 
+from npuserve.model_repository.defaults import normalize
 from npuserve.model_repository.layout import Fingerprint, ModelDirectory, Scan
 from npuserve.model_repository.repository import (
     fingerprint,
@@ -18,6 +19,7 @@ __all__ = [
     "Scan",
     "fingerprint",
     "load_config",
+    "normalize",
     "scan",
     "select_versions",
     "validate_config",

@@ -14,8 +14,8 @@ from npuserve._proto import model_config_pb2 as pb
 from npuserve.errors import InvalidArgumentError
 from npuserve.model_config import ModelConfig, enum_name
 from npuserve.model_repository.batch_input_check import check_batch_io
+from npuserve.model_repository.defaults import ENSEMBLE, PLATFORM_BACKENDS
 from npuserve.model_repository.ensemble_check import check_ensemble
-from npuserve.model_repository.normalise import ENSEMBLE, PLATFORM_BACKENDS
 from npuserve.model_repository.scheduling_check import check_scheduling
 
 _Tensor = pb.ModelInput | pb.ModelOutput
@@ -27,7 +27,7 @@ def validate(config: ModelConfig, model_dir: str | os.PathLike[str], *, complete
     """Refuse a configuration that breaks a rule.
 
     Args:
-        config: normalised.
+        config: with defaults filled in.
         model_dir: folder of the model; only its path is used.
         completed: inputs and outputs are final (the backend completed them, or may not).
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from npuserve.model_repository.normalise import ENSEMBLE
+from npuserve.model_repository.defaults import ENSEMBLE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

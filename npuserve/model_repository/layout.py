@@ -45,6 +45,11 @@ class ModelDirectory:
     versions: tuple[int, ...]
     repository: str
 
+    @classmethod
+    def from_path(cls, name: str, path: Path, repository: str = "") -> ModelDirectory:
+        """Look at one model folder; outside of a repository the last is ""."""
+        return cls(name, path, tuple(sorted(_versions_in(path))), repository)
+
     @property
     def config_path(self) -> Path:
         """Where the configuration is unless `--model-config-name` says otherwise."""
@@ -64,8 +69,8 @@ class Scan:
         problems: name to reason, for models that are there and cannot be served.
     """
 
-    models: Mapping[str, ModelDirectory]
-    problems: Mapping[str, str] = field(default_factory=dict)
+    models: dict[str, ModelDirectory]
+    problems: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -104,11 +109,6 @@ def scan_repositories(repositories: Sequence[str]) -> Scan:
     return Scan(models, problems)
 
 
-def read_model(name: str, path: Path, repository: str) -> ModelDirectory:
-    """Look at one model folder."""
-    return ModelDirectory(name, path, tuple(sorted(_versions_in(path))), repository)
-
-
 def fingerprint(directory: ModelDirectory) -> Fingerprint:
     """State of all files below a model folder; files that vanish meanwhile are left out."""
     config: dict[str, tuple[int, int]] = {}
@@ -136,7 +136,7 @@ def _models_in(repository: str) -> Iterator[ModelDirectory]:
         # Differs from Triton: hidden folders (.git, ..data of a volume) are no models.
         if path.name.startswith(".") or path.name in _GENERATED or not path.is_dir():
             continue
-        directory = read_model(path.name, path, repository)
+        directory = ModelDirectory.from_path(path.name, path, repository)
         if _is_model(directory):
             yield directory
 

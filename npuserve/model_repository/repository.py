@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from npuserve.errors import InvalidArgumentError
 from npuserve.model_config import ModelConfig, config_from_json
-from npuserve.model_repository import config_check, layout, normalise
+from npuserve.model_repository import config_check, defaults, layout
 from npuserve.model_repository.pbtxt import parse_config
 from npuserve.model_repository.version_policy import choose_versions
 
@@ -55,7 +55,7 @@ def load_config(
             "name must equal model name"
         )
     config.name = directory.name
-    normalise.complete(config, _first_version_files(directory))
+    defaults.complete(config, _first_version_files(directory))
     return config
 
 

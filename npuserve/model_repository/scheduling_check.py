@@ -32,7 +32,7 @@ def check_scheduling(config: ModelConfig, completed: bool) -> Iterator[str]:
     """Problems of whichever batcher the configuration chooses.
 
     Args:
-        config: normalised.
+        config: with defaults filled in.
         completed: max_batch_size is final; 0 may still become something else otherwise.
     """
     if config.HasField("dynamic_batching"):

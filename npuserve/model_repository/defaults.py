@@ -57,7 +57,7 @@ def complete(config: ModelConfig, version_files: Collection[str]) -> None:
     """
     if config.platform != ENSEMBLE and not config.HasField("ensemble_scheduling"):
         _complete_backend(config, version_files)
-    _complete_defaults(config)
+    normalize(config)
 
 
 def _complete_backend(config: ModelConfig, version_files: Collection[str]) -> None:
@@ -100,7 +100,8 @@ def _complete_from_name(config: ModelConfig) -> None:
     config.default_model_filename = f"model.{backend}"
 
 
-def _complete_defaults(config: ModelConfig) -> None:
+def normalize(config: ModelConfig) -> None:
+    """Fill in the defaults that follow from other fields; again after a backend changed those."""
     if not config.version_policy.WhichOneof("policy_choice"):
         config.version_policy.latest.num_versions = 1
     if config.HasField("dynamic_batching"):
