@@ -61,8 +61,8 @@ class InferenceRequest:
     __slots__ = (
         "batch_size", "cancelled", "compute_start_ns", "correlation_id", "filler", "finished",
         "flags", "id", "inputs", "model", "model_name", "model_version", "on_cancel",
-        "on_release", "on_reschedule", "on_response", "parameters", "parent", "priority", "queue_ns",
-        "requested_outputs", "response_count", "scheduling", "start_ns", "timeout_us", "trace",
+        "on_release", "on_reschedule", "on_response", "parameters", "parent", "priority",
+        "queue_ns", "requested_outputs", "response_count", "scheduling", "start_ns", "timeout_us", "trace",
     )  # fmt: skip
 
     def __init__(

@@ -11,6 +11,7 @@ response of that step.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -136,16 +137,16 @@ class Plan:
 
     Attributes:
         outputs: in the order of the configuration.
-        first: steps that can start at once.
-        waiting: by scope: by step: number of its tensors that some step of the plan writes.
+        waiting: by scope: by step: number of different tensors it needs.
+        outer_tensors: by scope: number of (step of it, tensor of an outer scope it needs) pairs.
         consumers: steps by ensemble tensor.
         output_names: by scope: outputs of that scope.
         leaf_scopes: scopes whose iterations make a response each; (ROOT,) without decoupled steps.
     """
 
     outputs: tuple[EnsembleOutput, ...]
-    first: tuple[Step, ...]
     waiting: Mapping[int, Mapping[int, int]]
+    outer_tensors: Mapping[int, int]
     consumers: Mapping[str, tuple[Step, ...]]
     output_names: Mapping[int, frozenset[str]]
     leaf_scopes: tuple[int, ...]
@@ -190,27 +191,27 @@ class EnsembleGraph:
     def _build_steps(self, config: ModelConfig, members: Sequence[ModelConfig]) -> dict[int, Step]:
         """Steps by index, every step after those whose tensors it reads."""
         entries = config.ensemble_scheduling.step
-        left = list(range(len(entries)))
+        missing = {i: set(e.input_map.values()) - set(self.inputs) for i, e in enumerate(entries)}
+        readers: dict[str, list[int]] = {}
+        for index, tensors in missing.items():
+            for tensor in tensors:
+                readers.setdefault(tensor, []).append(index)
         steps: dict[int, Step] = {}
-        while left:
-            runnable = [
-                index
-                for index in left
-                if all(tensor in self._scopes for tensor in entries[index].input_map.values())
-            ]
-            if not runnable:
-                missing = next(
-                    tensor
-                    for tensor in sorted(entries[left[0]].input_map.values())
-                    if tensor not in self._scopes
-                )
+        runnable = deque(index for index, tensors in missing.items() if not tensors)
+        while runnable:
+            index = runnable.popleft()
+            steps[index] = self._build_step(index, entries[index], members[index])
+            for tensor in steps[index].outputs.values():
+                for reader in readers.pop(tensor, ()):
+                    missing[reader].discard(tensor)
+                    if not missing[reader]:
+                        runnable.append(reader)
+        for index, tensors in missing.items():
+            if tensors:
                 raise InvalidArgumentError(
-                    f"in ensemble {self._name}, ensemble tensor {missing} is not connected, "
-                    f"so that model {entries[left[0]].model_name} can never run (step {left[0]})"
+                    f"in ensemble {self._name}, ensemble tensor {min(tensors)} is not connected, "
+                    f"so that model {entries[index].model_name} can never run (step {index})"
                 )
-            for index in runnable:
-                steps[index] = self._build_step(index, entries[index], members[index])
-            left = [index for index in left if index not in steps]
         return steps
 
     def _build_step(self, index: int, entry: ModelEnsembling.Step, member: ModelConfig) -> Step:
@@ -273,18 +274,20 @@ class EnsembleGraph:
         outputs = tuple(each for each in self._outputs if not requested or each.name in requested)
         needed = self._needed_steps([each.name for each in outputs])
         waiting: dict[int, dict[int, int]] = {}
+        outer_tensors: dict[int, int] = {}
         consumers: dict[str, list[Step]] = {}
         for step in needed:
             tensors = {each.tensor for each in step.inputs}
             for tensor in tensors:
                 consumers.setdefault(tensor, []).append(step)
-            count = sum(tensor in self._producer for tensor in tensors)
-            waiting.setdefault(step.scope, {})[step.index] = count
+            waiting.setdefault(step.scope, {})[step.index] = len(tensors)
+            outer = sum(self._scopes[tensor] != step.scope for tensor in tensors)
+            outer_tensors[step.scope] = outer_tensors.get(step.scope, 0) + outer
         scopes = {each.scope for each in outputs}
         return Plan(
             outputs,
-            first=tuple(s for s in needed if s.scope == ROOT and not waiting[ROOT][s.index]),
-            waiting=waiting,
+            waiting,
+            outer_tensors,
             consumers={tensor: tuple(steps) for tensor, steps in consumers.items()},
             output_names={
                 scope: frozenset(each.name for each in outputs if each.scope == scope)
