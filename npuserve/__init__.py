@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from npuserve.app import Server
+    from npuserve.embedded import Server
     from npuserve.errors import (
         AlreadyExistsError,
         InternalError,
@@ -57,7 +57,7 @@ _HOME = {
     "DataType": "npuserve.tensor",
     "InferenceRequest": "npuserve.request",
     "InferenceResponse": "npuserve.response",
-    "Server": "npuserve.app",
+    "Server": "npuserve.embedded",
     "ServerOptions": "npuserve.options",
     "Tensor": "npuserve.tensor",
 }

@@ -13,14 +13,14 @@ import signal
 import sys
 import threading
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from npuserve import log
-from npuserve.errors import NpuserveError
+from npuserve.errors import InternalError, NpuserveError
 from npuserve.server.core import InferenceServer
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Iterator
 
     from npuserve.options import ServerOptions
 
@@ -30,7 +30,9 @@ logger = logging.getLogger(__name__)
 class FrontEnd(Protocol):
     """A listener: HTTP, gRPC, metrics, SageMaker or Vertex AI."""
 
-    port: int
+    @property
+    def port(self) -> int:
+        """The port that was bound."""
 
     async def start(self) -> None:
         """Bind and serve. Raises UnavailableError if the port is taken."""
@@ -55,7 +57,12 @@ def main(options: ServerOptions) -> int:
 
 
 async def serve(options: ServerOptions) -> int:
-    """Load, serve and drain; returns the exit code."""
+    """Load, serve and drain; returns the exit code.
+
+    Raises:
+        NpuserveError: a repository cannot be read, or a start-up model failed and
+            --exit-on-error is on.
+    """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     main_task = asyncio.current_task()
@@ -69,7 +76,7 @@ async def serve(options: ServerOptions) -> int:
                 loop.add_signal_handler(number, stop.set)
             log.print_startup_tables(server)
             if server.lifecycle.failed_startup and options.exit_on_error:
-                raise _StartFailedError("failed to load all models")
+                raise InternalError("failed to load all models")
             async with front_ends(server):
                 await stop.wait()
                 server.stopping = True
@@ -86,56 +93,62 @@ async def serve(options: ServerOptions) -> int:
 
 @asynccontextmanager
 async def front_ends(server: InferenceServer) -> AsyncIterator[list[FrontEnd]]:
-    """The listeners that the options ask for: open inside, closed and drained on leaving."""
+    """The listeners that the options ask for: open inside, closed and drained on leaving.
+
+    Raises:
+        _FrontEndFailedError: a port could not be opened.
+    """
     opened: list[FrontEnd] = []
     grace_s = server.options.exit_timeout_secs
     try:
-        for title, service in _services(server):
+        for listener in _listeners(server):
+            service = listener.service
             try:
                 await service.start()
             except NpuserveError as error:
-                text = error.reason.replace(": ", " - ", 1)
-                logger.error("failed to start %s: %s", title, text)
-                raise
+                text = f"failed to start {listener.short_name}: {error.code.value} - {error}"
+                logger.error(text)
+                raise _FrontEndFailedError(text) from error
             opened.append(service)
-            logger.info("Started %s at %s:%d", *_shown(server, title, service))
+            # Log scrapers wait for these lines; they are Triton's.
+            logger.info("Started %s at %s:%d", listener.name, listener.address, service.port)
         yield opened
     finally:
         await asyncio.gather(*(service.stop(grace_s) for service in opened))
 
 
-def _services(server: InferenceServer) -> list[tuple[str, FrontEnd]]:
-    options = server.options
-    services: list[tuple[str, FrontEnd]] = []
+class _Listener(NamedTuple):
+    name: str
+    short_name: str
+    address: str
+    service: FrontEnd
+
+
+def _listeners(server: InferenceServer) -> Iterator[_Listener]:
+    # Imported here: a service that is switched off costs nothing at start-up.
     from npuserve.protocol.shared_memory import SharedMemoryRegistry
 
-    shared_memory = SharedMemoryRegistry()
+    options = server.options
+    regions = SharedMemoryRegistry(options.allow_client_shm, server.buffer_pool.lease)
     if options.allow_grpc:
         from npuserve.protocol.grpc.server import GrpcServer
 
-        services.append(("GRPCInferenceService", GrpcServer(server, options, shared_memory)))
+        grpc = GrpcServer(server, options, regions)
+        yield _Listener("GRPCInferenceService", "GRPC service", options.grpc_address, grpc)
     if options.allow_http:
         from npuserve.protocol.http.server import HttpServer
 
-        services.append(("HTTPService", HttpServer(server, options, shared_memory)))
+        http = HttpServer(server, options, regions)
+        yield _Listener("HTTPService", "HTTP service", options.http_address, http)
     if options.allow_metrics:
         from npuserve.protocol.http.metrics import MetricsServer
 
-        services.append(("Metrics Service", MetricsServer(server, options)))
-    return services
+        metrics = MetricsServer(server, options)
+        yield _Listener("Metrics Service", "Metrics service", options.metrics_address, metrics)
 
 
-def _shown(server: InferenceServer, title: str, service: FrontEnd) -> tuple[str, str, int]:
-    options = server.options
-    address = {
-        "GRPCInferenceService": options.grpc_address,
-        "Metrics Service": options.metrics_address or options.http_address,
-    }.get(title, options.http_address)
-    return title, address, service.port
-
-
-class _StartFailedError(NpuserveError):
-    """Start-up models failed and --exit-on-error is on."""
+class _FrontEndFailedError(Exception):
+    """A port could not be opened."""
 
 
 def _exit_now() -> None:

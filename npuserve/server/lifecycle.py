@@ -26,6 +26,7 @@ from npuserve.server.model_factory import ModelFactory
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from npuserve.backends.registry import BackendRegistry
     from npuserve.model_config import ModelConfig
     from npuserve.model_repository import ModelDirectory, Scan
     from npuserve.server.core import InferenceServer
@@ -104,6 +105,11 @@ class Lifecycle:
         self._polled: dict[str, object] = {}  # fingerprints of the last poll
         self.starting = True
         self.failed_startup: list[str] = []
+
+    @property
+    def backends(self) -> BackendRegistry:
+        """The backends in use, for the start-up table."""
+        return self._factory.backends
 
     # ---------------------------------------------------------------- start-up and shutdown
 
@@ -256,17 +262,24 @@ class Lifecycle:
     async def _make(
         self, entry: ModelEntry, directory: ModelDirectory, config: ModelConfig, version: int
     ) -> Model | NpuserveError:
-        attempts = 1 + self._options.model_load_retry_count
-        for attempt in range(attempts):
-            try:
-                return await self._factory.make(directory, config, version, entry.namespace)
-            except NpuserveError as error:
-                failure = error
-            except Exception as error:
-                logger.exception("loading model '%s' version %d failed", entry.name, version)
-                failure = InternalError(f"{type(error).__name__}: {error}")
-            if attempt + 1 < attempts:
-                logger.warning("retrying to load '%s' version %d", entry.name, version)
+        for _retry in range(self._options.model_load_retry_count):
+            outcome = await self._try_to_make(entry, directory, config, version)
+            if not isinstance(outcome, NpuserveError):
+                return outcome
+            logger.warning("retrying to load '%s' version %d", entry.name, version)
+        return await self._try_to_make(entry, directory, config, version)
+
+    async def _try_to_make(
+        self, entry: ModelEntry, directory: ModelDirectory, config: ModelConfig, version: int
+    ) -> Model | NpuserveError:
+        failure: NpuserveError
+        try:
+            return await self._factory.make(directory, config, version, entry.namespace)
+        except NpuserveError as error:
+            failure = error
+        except Exception as error:
+            logger.exception("loading model '%s' version %d failed", entry.name, version)
+            failure = InternalError(f"{type(error).__name__}: {error}")
         logger.error("failed to load '%s' version %d: %s", entry.name, version, failure.reason)
         return failure
 
