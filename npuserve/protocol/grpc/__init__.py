@@ -1,0 +1,1 @@
+"""The gRPC front end: codec, servicer and the transports under it."""

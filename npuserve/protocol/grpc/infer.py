@@ -1,0 +1,233 @@
+"""What unary inference and inference streams share, and the unary one. Steps 3 and 10 of the walk.
+
+Between a transport's `Call` and `InferenceServer.infer`: decode, look the model up, forward
+headers, hang the way back onto the request; and encode what comes back. Knows no transport.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+from npuserve.errors import (
+    InternalError,
+    NpuserveError,
+    UnavailableError,
+    UnsupportedError,
+)
+from npuserve.protocol.classification import classify
+from npuserve.protocol.grpc import codec
+from npuserve.protocol.status import grpc_status
+
+if TYPE_CHECKING:
+    from npuserve._proto import grpc_service_pb2 as pb
+    from npuserve.protocol.grpc.codec import OutputOption, Parts
+    from npuserve.protocol.grpc.transport import Call
+    from npuserve.protocol.shared_memory import RegionSlice, SharedMemoryRegistry
+    from npuserve.request import InferenceRequest, ResponseCallback
+    from npuserve.response import InferenceResponse
+    from npuserve.server.core import InferenceServer
+    from npuserve.server.model import Model
+    from npuserve.tensor import Buffer
+
+logger = logging.getLogger(__name__)
+
+SHUTTING_DOWN = "GRPC server is shutting down and has stopped accepting new requests."
+
+
+class ReplyPlan(NamedTuple):
+    """How the responses of one request are written.
+
+    Attributes:
+        id: the client's request id.
+        model: serves the request.
+        options: requested outputs that do not simply go into the response; usually None.
+        slices: shared memory for the outputs that have it.
+    """
+
+    id: str
+    model: Model
+    options: dict[str, OutputOption] | None
+    slices: dict[str, RegionSlice]
+
+
+_NO_SLICES: dict[str, RegionSlice] = {}
+
+
+class InferFrontEnd:
+    """Turns messages into requests of the core and responses into messages.
+
+    Args:
+        header_pattern: metadata whose key it finds becomes a parameter; None forwards nothing.
+    """
+
+    def __init__(
+        self,
+        server: InferenceServer,
+        shared_memory: SharedMemoryRegistry,
+        header_pattern: re.Pattern[str] | None,
+    ) -> None:
+        self.server = server
+        self.stopping = False
+        self._shared_memory = shared_memory
+        self._header_pattern = header_pattern
+
+    def unary(self, data: Buffer, call: Call) -> None:
+        """ModelInfer: one request, one response.
+
+        Raises:
+            NpuserveError: refused; the call is still open.
+        """
+        self.check_open()
+        message, raw = codec.parse_infer_request(data)
+        model, version = self.find_model(message)
+        if model.decoupled:
+            raise UnsupportedError(
+                "ModelInfer RPC doesn't support models with decoupled transaction policy"
+            )
+        plan = self.plan_reply(message, model)
+        answer = partial(self._answer_unary, call, plan)
+        request = self.make_request(message, raw, version, plan, answer, call.metadata)
+        call.on_cancel = request.cancel
+        self.submit(request, plan)
+
+    def check_open(self) -> None:
+        """Refuse new requests once the server is going down."""
+        if self.stopping:
+            raise UnavailableError(SHUTTING_DOWN)
+
+    def find_model(self, message: pb.ModelInferRequest) -> tuple[Model, int]:
+        """The model version a message asks for, and the version as asked."""
+        version = self.server.parse_version(message.model_version)
+        return self.server.model(message.model_name, version), version
+
+    def plan_reply(self, message: pb.ModelInferRequest, model: Model) -> ReplyPlan:
+        """Read what the client wants done with the outputs; shared memory is held from here.
+
+        Raises:
+            NpuserveError: bad output parameters, unknown region.
+        """
+        options = codec.output_options(message)
+        if options is None:
+            return ReplyPlan(message.id, model, None, _NO_SLICES)
+        slices: dict[str, RegionSlice] = {}
+        try:
+            for name, option in options.items():
+                memory = option.shared_memory
+                if memory is not None:
+                    slices[name] = self._shared_memory.acquire(
+                        memory.region, memory.offset, memory.byte_size
+                    )
+        except NpuserveError:
+            _release(slices)
+            raise
+        return ReplyPlan(message.id, model, options, slices)
+
+    def make_request(
+        self,
+        message: pb.ModelInferRequest,
+        raw: Sequence[Buffer],
+        version: int,
+        plan: ReplyPlan,
+        on_response: ResponseCallback,
+        metadata: Mapping[str, str],
+    ) -> InferenceRequest:
+        """The request a message stands for. On an error the plan's memory is let go."""
+        try:
+            request = codec.to_inference_request(
+                message, raw, on_response, version, self._shared_memory.read
+            )
+            if self._header_pattern is not None:
+                self._forward_headers(request, metadata)
+        except NpuserveError:
+            _release(plan.slices)
+            raise
+        if plan.slices:
+            request.on_release = lambda _: _release(plan.slices)
+        return request
+
+    def submit(self, request: InferenceRequest, plan: ReplyPlan) -> None:
+        """Hand the request to the core."""
+        try:
+            self.server.infer(request)
+        except NpuserveError:
+            _release(plan.slices)
+            raise
+
+    def _forward_headers(self, request: InferenceRequest, metadata: Mapping[str, str]) -> None:
+        assert self._header_pattern is not None
+        for key, value in metadata.items():
+            if not self._header_pattern.search(key):
+                continue
+            if request.parameters is None:
+                request.parameters = {}
+            request.parameters[key] = value
+
+    def encode(
+        self, response: InferenceResponse, plan: ReplyPlan, final: bool | None = None
+    ) -> Parts:
+        """The bytes of a ModelInferResponse.
+
+        Raises:
+            NpuserveError: classification or shared memory failed.
+        """
+        message = codec.infer_response_message(response, plan.id, final)
+        raw: list[Buffer] = []
+        options = plan.options
+        for tensor in response.outputs:
+            option = options.get(tensor.name) if options is not None else None
+            if option is not None and option.classification:
+                tensor = classify(
+                    tensor,
+                    option.classification,
+                    plan.model.labels(tensor.name),
+                    batched=plan.model.max_batch_size > 0,
+                )
+            codec.add_output(message, raw, tensor)
+            if option is not None and option.shared_memory is not None:
+                plan.slices[tensor.name].write(tensor.name, tensor.data)
+                raw[-1] = b""  # clients count raw contents by output, so the slot stays
+        return codec.serialize_infer_response(message, raw)
+
+    def _answer_unary(
+        self, call: Call, plan: ReplyPlan, response: InferenceResponse | None, final: bool
+    ) -> None:
+        error: NpuserveError | None
+        if response is None:
+            error = InternalError(f"model '{plan.model.name}' sent no response")
+        else:
+            error = response.error
+        if error is None:
+            assert response is not None
+            try:
+                call.send(self.encode(response, plan))
+            except NpuserveError as failure:
+                error = failure
+        call.on_cancel = None
+        if error is None:
+            call.finish()
+        else:
+            call.finish(grpc_status(error.code), str(error))
+
+
+def _release(slices: dict[str, RegionSlice]) -> None:
+    for each in slices.values():
+        each.release()
+
+
+def guarded(handle: Callable[[Buffer, Call], None]) -> Callable[[Buffer, Call], None]:
+    """A unary handler whose exceptions end the call: ours as they are, anything else INTERNAL."""
+
+    def run(data: Buffer, call: Call) -> None:
+        try:
+            handle(data, call)
+        except NpuserveError as error:
+            call.finish(grpc_status(error.code), str(error))
+        except Exception as error:
+            logger.exception("a gRPC handler failed")
+            call.finish(grpc_status(InternalError.code), f"{type(error).__name__}: {error}")
+
+    return run

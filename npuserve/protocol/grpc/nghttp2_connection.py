@@ -1,0 +1,353 @@
+"""One HTTP/2 connection of the libnghttp2 transport: an asyncio protocol around ngh2.
+
+libnghttp2 does frames, header compression, flow control and protocol checks without I/O. This
+class moves bytes between it and the socket, gives events to streams, and keeps the connection's
+own rules: keepalive, ping strikes, age and graceful end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import Callable
+from typing import TYPE_CHECKING, cast
+
+import ngh2
+
+from npuserve.protocol.grpc.framing import GrpcStatus, encode_grpc_message
+from npuserve.protocol.grpc.nghttp2_stream import Stream
+
+if TYPE_CHECKING:
+    from npuserve.protocol.grpc.nghttp2_transport import Nghttp2Transport
+
+# A 5 MB image fits into a stream's window without waiting for a WINDOW_UPDATE.
+_STREAM_WINDOW_BYTES = 16 << 20
+_CONNECTION_WINDOW_BYTES = 64 << 20
+_FRAME_BYTES = 1 << 20
+_SETTINGS = {
+    ngh2.Setting.MAX_CONCURRENT_STREAMS: 10_000,
+    ngh2.Setting.INITIAL_WINDOW_SIZE: _STREAM_WINDOW_BYTES,
+    ngh2.Setting.MAX_FRAME_SIZE: _FRAME_BYTES,
+    ngh2.Setting.MAX_HEADER_LIST_SIZE: 64 << 10,
+}
+_CONFIGURATION = ngh2.Configuration(
+    auto_window_update=False,  # a stream that is not read must not be refilled
+    # Deadlines make honest clients reset many streams; this still bounds a rapid-reset flood.
+    stream_reset_rate_limit=(20_000, 2_000),
+)
+# Bytes given to the socket at once; between two of them a slow peer can make us stop.
+_WRITE_BYTES = 1 << 20
+_DRAIN_PING = b"draining"
+# gRPC lets a client ping an idle connection every two hours, whatever the options say.
+_IDLE_PING_INTERVAL_S = 7200.0
+_AGE_JITTER = 0.1  # gRPC spreads the age of connections by this share
+
+
+class Connection(asyncio.BufferedProtocol):
+    """A client's connection.
+
+    Attributes:
+        h2: sans-I/O state; whoever changes it calls `schedule_flush`.
+        streams: calls in progress by stream id.
+    """
+
+    def __init__(self, owner: Nghttp2Transport) -> None:
+        self._owner = owner
+        self.loop = owner.loop
+        self.lease = owner.lease
+        self.max_message_bytes = owner.options.max_message_bytes
+        self.h2 = ngh2.Connection(ngh2.Role.SERVER, _CONFIGURATION)
+        self.streams: dict[int, Stream] = {}
+        self._transport: asyncio.Transport | None = None
+        self._reading = False  # inside buffer_updated, which flushes at its end
+        self._flush_scheduled = False
+        self._write_paused = False
+        self._queued: set[Stream] = set()  # streams with unsent messages
+        self._to_reset: list[int] = []
+        self._draining = False
+        self._closing = False
+        self._last_read = self.loop.time()
+        self._last_ping = -_IDLE_PING_INTERVAL_S
+        self._ping_strikes = 0
+        self._timers: list[asyncio.TimerHandle] = []
+
+    # ---------------------------------------------------------------- asyncio
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """See `asyncio.BaseProtocol`."""
+        self._transport = transport = cast(
+            "asyncio.Transport", transport
+        )  # uvloop has its own class
+        transport.set_write_buffer_limits(high=2 * _WRITE_BYTES)
+        self._owner.connections.add(self)
+        self.h2.initiate_connection(_SETTINGS)
+        self.h2.set_local_window_size(_CONNECTION_WINDOW_BYTES)
+        self._start_timers()
+        self._flush()
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """The read buffer, shared by all connections: its content is used up at once."""
+        return self._owner.read_buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """Bytes of the client are in the read buffer."""
+        self._last_read = self.loop.time()
+        self._reading = True
+        try:
+            self.h2.receive_data(self._owner.read_buffer[:nbytes])
+        except ngh2.NGH2Error:
+            self._closing = True  # not HTTP/2, or broken; the GOAWAY is flushed below
+        for event in self.h2.events():
+            self._handle(event)
+        self._reading = False
+        self._flush()
+
+    def eof_received(self) -> bool:
+        """The client closed its side: gRPC has no use for half-open connections."""
+        return False
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The socket is gone: so are all calls on it."""
+        self._transport = None
+        self._closing = True
+        for timer in self._timers:
+            timer.cancel()
+        for stream in list(self.streams.values()):
+            stream.abort()
+        self._owner.active_calls -= len(self.streams)
+        self.streams.clear()
+        self._queued.clear()
+        self._owner.connections.discard(self)
+        self._owner.changed()
+
+    def pause_writing(self) -> None:
+        """The peer reads slowly: keep the rest in libnghttp2."""
+        self._write_paused = True
+
+    def resume_writing(self) -> None:
+        """Go on writing."""
+        self._write_paused = False
+        self._flush()
+
+    # ---------------------------------------------------------------- used by streams
+
+    def schedule_flush(self) -> None:
+        """Write what libnghttp2 has, once for all calls answered in this loop iteration."""
+        if not self._reading and not self._flush_scheduled:
+            self._flush_scheduled = True
+            self.loop.call_soon(self._flush)
+        # gRPC counts pings between two data frames of ours only.
+        self._ping_strikes = 0
+        self._last_ping = -_IDLE_PING_INTERVAL_S
+
+    def acknowledge(self, amount: int, stream_id: int) -> None:
+        """Give received bytes back to the client's windows."""
+        if amount:
+            self.h2.acknowledge_received_data(amount, stream_id)
+
+    def watch_queue(self, stream: Stream) -> None:
+        """Tell the stream when its messages have left."""
+        self._queued.add(stream)
+
+    def reset_after_response(self, stream_id: int) -> None:
+        """Reset a stream, without an error, once its response was written."""
+        self._to_reset.append(stream_id)
+
+    def gzip_level(self, headers: dict[bytes, bytes]) -> int:
+        """Zlib level for responses of this call, 0 for none."""
+        level = self._owner.gzip_level
+        if level and b"gzip" in headers.get(b"grpc-accept-encoding", b""):
+            return level
+        return 0
+
+    # ---------------------------------------------------------------- life of the connection
+
+    def drain(self) -> None:
+        """Tell the client to go elsewhere with new calls; running ones may end.
+
+        The final GOAWAY follows when the client has seen the notice: it answers the ping.
+        """
+        if self._draining or self._transport is None:
+            return
+        self._draining = True
+        self.h2.send_shutdown_notice()
+        self.h2.ping(_DRAIN_PING)
+        self.schedule_flush()
+
+    def close(self) -> None:
+        """End the connection now; what was sent so far still arrives."""
+        if self._transport is None:
+            return
+        if not self._closing:
+            self._closing = True
+            self.h2.terminate_connection()
+        self._flush()
+
+    def abort(self) -> None:
+        """Drop the connection with whatever was not yet sent."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    # ---------------------------------------------------------------- inside
+
+    def _handle(self, event: ngh2.Event) -> None:
+        if isinstance(event, ngh2.DataReceived):
+            stream = self.streams.get(event.stream_id)
+            if stream is None:
+                self.acknowledge(len(event.data), event.stream_id)
+            else:
+                stream.data_received(event.data, event.end_stream)
+        elif isinstance(event, ngh2.RequestReceived):
+            self._open_stream(event)
+        elif isinstance(event, ngh2.StreamClosed):
+            self._stream_closed(event.stream_id)
+        elif isinstance(event, ngh2.StreamReset):
+            stream = self.streams.get(event.stream_id)
+            if stream is not None:
+                stream.abort()
+        elif isinstance(event, ngh2.TrailersReceived):
+            stream = self.streams.get(event.stream_id)
+            if stream is not None:
+                stream.trailers_received()
+        elif isinstance(event, ngh2.PingReceived):
+            self._count_ping()
+        elif isinstance(event, ngh2.PingAcknowledged):
+            if self._draining and not self._closing:
+                self.h2.send_goaway()
+                self._close_if_drained()
+        elif isinstance(event, ngh2.ConnectionClosed):
+            self._closing = True
+
+    def _open_stream(self, event: ngh2.RequestReceived) -> None:
+        headers: dict[bytes, bytes] = dict(event.headers)
+        if not headers.get(b"content-type", b"").startswith(b"application/grpc"):
+            self.h2.send_response(event.stream_id, ((b":status", b"415"),), end_stream=True)
+            return
+        path = headers.get(b":path", b"")
+        method = self._owner.methods.get(path)
+        if method is None:
+            self._refuse(event, GrpcStatus.UNIMPLEMENTED, "Method not found!")
+            return
+        stream = Stream(self, event.stream_id, method, headers)
+        self.streams[event.stream_id] = stream
+        self._owner.active_calls += 1
+        stream.open()
+        if event.end_stream:
+            stream.trailers_received()
+
+    def _refuse(self, event: ngh2.RequestReceived, status: GrpcStatus, details: str) -> None:
+        self.h2.send_response(
+            event.stream_id,
+            (
+                (b":status", b"200"),
+                (b"content-type", b"application/grpc"),
+                (b"grpc-status", b"%d" % status),
+                (b"grpc-message", encode_grpc_message(details)),
+            ),
+            end_stream=True,
+        )
+        if not event.end_stream:
+            self.reset_after_response(event.stream_id)
+
+    def _stream_closed(self, stream_id: int) -> None:
+        stream = self.streams.pop(stream_id, None)
+        if stream is None:
+            return
+        self._queued.discard(stream)
+        stream.abort()
+        self._owner.active_calls -= 1
+        self._owner.changed()
+        self._close_if_drained()
+
+    def _close_if_drained(self) -> None:
+        if self._draining and not self.streams:
+            self._closing = True
+
+    def _flush(self) -> None:
+        self._flush_scheduled = False
+        transport = self._transport
+        if transport is None:
+            return
+        h2 = self.h2
+        while not self._write_paused:
+            data = h2.data_to_send(_WRITE_BYTES)
+            if data:
+                transport.write(data)
+            if len(data) < _WRITE_BYTES:
+                if not self._to_reset:
+                    break
+                self._reset_answered()
+        if self._queued:
+            self._update_queued()
+        if self._closing:
+            transport.close()
+
+    def _reset_answered(self) -> None:
+        for stream_id in self._to_reset:
+            # A client that ended its side meanwhile has nothing left to stop.
+            with contextlib.suppress(ngh2.StreamUnavailableError):
+                self.h2.reset_stream(stream_id, ngh2.ErrorCode.NO_ERROR)
+        self._to_reset.clear()
+
+    def _update_queued(self) -> None:
+        for stream in list(self._queued):
+            if not stream.update_unsent(self.h2.queued_body_size(stream.id)):
+                self._queued.discard(stream)
+
+    def _count_ping(self) -> None:
+        """Close on a client that pings more often than allowed ("too_many_pings").
+
+        Source: gRPC core, ping_abuse_policy.cc.
+        """
+        options = self._owner.options
+        allowed_s = options.min_recv_ping_interval_ms / 1000
+        if not self.streams and not options.keepalive_permit_without_calls:
+            allowed_s = _IDLE_PING_INTERVAL_S
+        now = self.loop.time()
+        too_early = now - self._last_ping < allowed_s
+        self._last_ping = now
+        if not too_early:
+            return
+        self._ping_strikes += 1
+        if options.max_ping_strikes and self._ping_strikes > options.max_ping_strikes:
+            self.h2.send_goaway(ngh2.ErrorCode.ENHANCE_YOUR_CALM, debug_data=b"too_many_pings")
+            self._closing = True
+
+    def _start_timers(self) -> None:
+        options = self._owner.options
+        self._timers.append(self.loop.call_later(options.keepalive_time_ms / 1000, self._keepalive))
+        if options.max_connection_age_ms is not None:
+            spread = random.uniform(1 - _AGE_JITTER, 1 + _AGE_JITTER)
+            age_s = options.max_connection_age_ms / 1000 * spread
+            self._timers.append(self.loop.call_later(age_s, self._too_old))
+
+    def _keepalive(self) -> None:
+        """Ping a connection that was silent for the keepalive time."""
+        options = self._owner.options
+        interval_s = options.keepalive_time_ms / 1000
+        silent_s = self.loop.time() - self._last_read
+        if silent_s < interval_s:
+            self._again(interval_s - silent_s, self._keepalive)
+        elif not self.streams and not options.keepalive_permit_without_calls:
+            self._again(interval_s, self._keepalive)
+        else:
+            asked_at = self.loop.time()
+            self.h2.ping()
+            self.schedule_flush()
+            self._again(options.keepalive_timeout_ms / 1000, lambda: self._check_alive(asked_at))
+
+    def _check_alive(self, asked_at: float) -> None:
+        if self._last_read < asked_at and self._transport is not None:
+            self._transport.abort()
+        else:
+            self._again(self._owner.options.keepalive_time_ms / 1000, self._keepalive)
+
+    def _too_old(self) -> None:
+        self.drain()
+        grace_ms = self._owner.options.max_connection_age_grace_ms
+        if grace_ms is not None:
+            self._timers.append(self.loop.call_later(grace_ms / 1000, self.close))
+
+    def _again(self, delay_s: float, callback: Callable[[], None]) -> None:
+        self._timers[0] = self.loop.call_later(delay_s, callback)

@@ -1,0 +1,298 @@
+"""One gRPC call on an HTTP/2 stream of the libnghttp2 transport; implements `Call`."""
+
+from __future__ import annotations
+
+import struct
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+import ngh2
+
+from npuserve.protocol.grpc import framing
+from npuserve.protocol.grpc.codec import Parts, padding_for_alignment
+from npuserve.protocol.grpc.framing import FramingError, GrpcStatus, MessageReader
+from npuserve.protocol.grpc.transport import Method, StreamReceiver, text_metadata
+
+if TYPE_CHECKING:
+    import asyncio
+
+    from npuserve.protocol.grpc.nghttp2_connection import Connection
+    from npuserve.tensor import Buffer
+
+_RESPONSE_HEADERS = ((b":status", b"200"), (b"content-type", b"application/grpc"))
+_GZIP_RESPONSE_HEADERS = (*_RESPONSE_HEADERS, (b"grpc-encoding", b"gzip"))
+_OK_TRAILERS = ((b"grpc-status", b"0"),)
+_PREFIX = struct.Struct(">BI")
+# Messages up to this size are joined; the parts of larger ones go to libnghttp2 one by one.
+_JOIN_BYTES = 64 * 1024
+
+
+class Stream:
+    """Reads requests and writes responses of one call; everything on the loop's thread.
+
+    Attributes:
+        done: `finish` was called or the call was given up; nothing more is sent.
+        remote_closed: the client has half-closed.
+    """
+
+    __slots__ = (
+        "_connection", "_headers", "_headers_sent", "_inbox", "_message_seen", "_method",
+        "_pending", "_queued_bytes", "_reader", "_reading", "_receiver", "_timer",
+        "_unacknowledged", "done", "id", "on_cancel", "on_sent", "remote_closed",
+    )  # fmt: skip
+
+    def __init__(
+        self, connection: Connection, stream_id: int, method: Method, headers: dict[bytes, bytes]
+    ) -> None:
+        self._connection = connection
+        self.id = stream_id
+        self._method = method
+        self._headers = headers
+        self.on_cancel: Callable[[], None] | None = None
+        self.on_sent: Callable[[], None] | None = None
+        self.done = False
+        self.remote_closed = False
+        self._headers_sent = False
+        self._message_seen = False
+        self._reader: MessageReader | None = None
+        self._receiver: StreamReceiver | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        # Only streams: what waits because of pause_reading, and sent messages by their end
+        # offset in the bytes queued so far.
+        self._reading = True
+        self._inbox: deque[Buffer] = deque()
+        self._unacknowledged = 0
+        self._pending: deque[int] = deque()
+        self._queued_bytes = 0
+        timeout = headers.get(b"grpc-timeout")
+        if timeout is not None:
+            self._start_timer(timeout)
+
+    def open(self) -> None:
+        """Begin a bidirectional stream."""
+        if self._method.stream is not None:
+            self._receiver = self._method.stream(self)
+
+    # ---------------------------------------------------------------- Call
+
+    @property
+    def metadata(self) -> Mapping[str, str]:
+        """See `Call.metadata`."""
+        return text_metadata((key.decode("latin-1"), value) for key, value in self._headers.items())
+
+    @property
+    def unsent(self) -> int:
+        """See `Call.unsent`."""
+        return len(self._pending)
+
+    def send(self, message: Parts) -> None:
+        """See `Call.send`."""
+        if self.done:
+            return
+        connection = self._connection
+        level = connection.gzip_level(self._headers) if self._method.compress else 0
+        if level:
+            message = [framing.gzip_compress(message, level)]
+        h2 = connection.h2
+        try:
+            if not self._headers_sent:
+                self._headers_sent = True
+                h2.send_response(self.id, _GZIP_RESPONSE_HEADERS if level else _RESPONSE_HEADERS)
+            size = sum(map(len, message))
+            prefix = _PREFIX.pack(bool(level), size)
+            if size <= _JOIN_BYTES:
+                h2.send_data(self.id, b"".join([prefix, *message]))
+            else:
+                h2.send_data(self.id, prefix + message[0])
+                for part in message[1:]:
+                    h2.send_data(self.id, part)
+        except ngh2.NGH2Error:
+            self.abort()  # the peer closed the stream in the data being processed
+            return
+        if self._receiver is not None:
+            self._queued_bytes += size + len(prefix)
+            self._pending.append(self._queued_bytes)
+            connection.watch_queue(self)
+        connection.schedule_flush()
+
+    def finish(self, status: int = 0, details: str = "") -> None:
+        """See `Call.finish`."""
+        if self.done:
+            return
+        self._end()
+        trailers: tuple[tuple[bytes, bytes], ...] = _OK_TRAILERS
+        if status:
+            trailers = (
+                (b"grpc-status", b"%d" % status),
+                (b"grpc-message", framing.encode_grpc_message(details)),
+            )
+        connection = self._connection
+        try:
+            if self._headers_sent:
+                connection.h2.send_trailers(self.id, trailers)
+            else:
+                connection.h2.send_response(
+                    self.id, (*_RESPONSE_HEADERS, *trailers), end_stream=True
+                )
+                if not self.remote_closed:
+                    # Tells the client to stop uploading what nobody will read.
+                    connection.reset_after_response(self.id)
+        except ngh2.NGH2Error:
+            return  # the peer closed the stream in the data being processed
+        connection.schedule_flush()
+
+    def pause_reading(self) -> None:
+        """See `Call.pause_reading`."""
+        self._reading = False
+
+    def resume_reading(self) -> None:
+        """See `Call.resume_reading`."""
+        self._reading = True
+        while self._inbox and self._reading:
+            self._message(self._inbox.popleft())
+        if self._reading and not self._inbox:
+            amount, self._unacknowledged = self._unacknowledged, 0
+            if amount:
+                self._connection.acknowledge(amount, self.id)
+                self._connection.schedule_flush()
+            if self.remote_closed:
+                self._half_closed()
+
+    # ---------------------------------------------------------------- called by the connection
+
+    def data_received(self, data: bytes, end_stream: bool) -> None:
+        """A DATA frame, or part of one."""
+        reader = self._reader
+        if reader is None and len(data) >= framing.PREFIX_BYTES:
+            flag, size = _PREFIX.unpack_from(data)
+            if not flag and len(data) == size + framing.PREFIX_BYTES:
+                # The usual case: a whole message that needs no reader.
+                self._acknowledge(len(data))
+                self.remote_closed = end_stream
+                if size > self._connection.max_message_bytes:
+                    self._refuse_size(size)
+                elif self._reading:
+                    self._message(memoryview(data)[framing.PREFIX_BYTES :])
+                else:
+                    self._inbox.append(memoryview(data)[framing.PREFIX_BYTES :])
+                if end_stream:
+                    self._half_closed()
+                return
+        self._read(data)
+        self._acknowledge(len(data))
+        if end_stream:
+            self.remote_closed = True
+            self._half_closed()
+
+    def trailers_received(self) -> None:
+        """HEADERS that end the request; gRPC clients send none, HTTP/2 allows them."""
+        self.remote_closed = True
+        self._half_closed()
+
+    def abort(self) -> None:
+        """The client reset the stream or the connection is gone."""
+        if self.done:
+            return
+        callback = self.on_cancel
+        self._end()
+        if callback is not None:
+            callback()
+
+    def update_unsent(self, queued_bytes: int) -> bool:
+        """Learn how much still waits in libnghttp2; True while something does."""
+        passed = self._queued_bytes - queued_bytes
+        pending = self._pending
+        before = len(pending)
+        while pending and pending[0] <= passed:
+            pending.popleft()
+        if len(pending) < before and self.on_sent is not None and not self.done:
+            self.on_sent()
+        return bool(pending)
+
+    # ---------------------------------------------------------------- inside
+
+    def _read(self, data: bytes) -> None:
+        reader = self._reader
+        connection = self._connection
+        if reader is None:
+            reader = self._reader = MessageReader(
+                connection.lease, padding_for_alignment, connection.max_message_bytes
+            )
+        try:
+            for compressed, message in reader.feed(data):
+                if compressed:
+                    encoding = self._headers.get(b"grpc-encoding", b"identity").decode("latin-1")
+                    message = framing.decompress(message, encoding, connection.max_message_bytes)
+                if self._reading:
+                    self._message(message)
+                else:
+                    self._inbox.append(message)
+        except FramingError as error:
+            self._give_up(error.status, str(error))
+
+    def _message(self, message: Buffer) -> None:
+        if self.done:
+            return
+        if self._receiver is not None:
+            self._receiver.receive(message)
+        elif self._message_seen:
+            self._give_up(GrpcStatus.INTERNAL, "a unary call must have one request message")
+        else:
+            self._message_seen = True
+            assert self._method.unary is not None
+            self._method.unary(message, self)
+
+    def _half_closed(self) -> None:
+        if self.done:
+            return
+        if self._reader is not None and not self._reader.idle:
+            self._give_up(GrpcStatus.INTERNAL, "the last request message is cut off")
+        elif self._receiver is not None:
+            if self._reading and not self._inbox:
+                self._receiver.half_closed()
+        elif not self._message_seen:
+            self.finish(GrpcStatus.INTERNAL, "a unary call must have one request message")
+
+    def _acknowledge(self, amount: int) -> None:
+        """Give the client its window back, unless the stream is held up."""
+        if self._reading or self.done:
+            self._connection.acknowledge(amount, self.id)
+        else:
+            self._unacknowledged += amount
+
+    def _refuse_size(self, size: int) -> None:
+        limit = self._connection.max_message_bytes
+        self._give_up(
+            GrpcStatus.RESOURCE_EXHAUSTED,
+            f"Received message larger than max ({size} vs. {limit})",
+        )
+
+    def _give_up(self, status: GrpcStatus, details: str) -> None:
+        """End the call from this side and tell who works on it."""
+        if self.done:
+            return
+        callback = self.on_cancel
+        self.finish(status, details)
+        if callback is not None:
+            callback()
+
+    def _end(self) -> None:
+        self.done = True
+        self.on_cancel = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        amount, self._unacknowledged = self._unacknowledged, 0
+        if amount:
+            self._connection.acknowledge(amount, self.id)
+        self._inbox.clear()
+        self._reader = None
+
+    def _start_timer(self, header: bytes) -> None:
+        seconds = framing.parse_timeout(header.decode("latin-1"))
+        if seconds is not None:
+            self._timer = self._connection.loop.call_later(seconds, self._deadline_passed)
+
+    def _deadline_passed(self) -> None:
+        self._give_up(GrpcStatus.DEADLINE_EXCEEDED, "Deadline Exceeded")
