@@ -35,7 +35,7 @@ def scan(repositories: Sequence[str], options: ServerOptions) -> Scan:
 def load_config(
     directory: ModelDirectory, options: ServerOptions, override_json: str | None = None
 ) -> ModelConfig:
-    """Read the configuration of a model and fill in what the server can know.
+    """Read the configuration of a model, fill in what the server can know, and check it.
 
     Args:
         directory: from `scan`.
@@ -43,7 +43,7 @@ def load_config(
         override_json: `config` parameter of a load request; replaces the file completely.
 
     Raises:
-        InvalidArgumentError: unreadable, or for another model.
+        InvalidArgumentError: unreadable, for another model, or invalid already.
     """
     if override_json is None:
         config = _read_config(directory, options)
@@ -56,6 +56,7 @@ def load_config(
         )
     config.name = directory.name
     defaults.complete(config, _first_version_files(directory))
+    validate_config(config, directory, completed=options.disable_auto_complete_config)
     return config
 
 
@@ -75,11 +76,7 @@ def validate_config(config: ModelConfig, directory: ModelDirectory, completed: b
 
 
 def select_versions(config: ModelConfig, directory: ModelDirectory) -> list[int]:
-    """Version numbers to serve, ascending.
-
-    Raises:
-        InvalidArgumentError: the version policy leaves none.
-    """
+    """Version numbers to serve, ascending; [] if the version policy leaves none."""
     return choose_versions(config, directory.versions)
 
 

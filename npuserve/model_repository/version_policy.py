@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from npuserve.errors import InvalidArgumentError
-
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -16,14 +14,11 @@ log = logging.getLogger(__name__)
 
 
 def choose_versions(config: ModelConfig, present: Iterable[int]) -> list[int]:
-    """The versions the policy of `config` serves, ascending.
+    """The versions the policy of `config` serves, ascending; [] if none is left.
 
     Args:
         config: only `name` and `version_policy` are read; without a policy the newest is served.
         present: version numbers the model folder has.
-
-    Raises:
-        InvalidArgumentError: none is left.
 
     Source: Triton core src/model_repository_manager.cc, VersionsToLoad.
     """
@@ -34,11 +29,6 @@ def choose_versions(config: ModelConfig, present: Iterable[int]) -> list[int]:
         versions = _specific(config.name, list(policy.specific.versions), versions)
     elif kind != "all":
         versions = versions[-max(policy.latest.num_versions, 1) :]
-    if not versions:
-        raise InvalidArgumentError(
-            "at least one version must be available under the version policy of model "
-            f"'{config.name}'"
-        )
     return versions
 
 
