@@ -282,8 +282,7 @@ class ModelCache:
         Args:
             late: the caller is gone, so that a refusal has to be answered here.
         """
-        self._statistics.cache_miss.add(lookup_ns)
-        request.on_response = _Insertion(self, key, request.on_response)
+        request.on_response = _Insertion(self, key, lookup_ns, request.on_response)
         if not late:
             self._queue_up(request)
         elif request.cancelled:
@@ -303,11 +302,12 @@ class ModelCache:
         names = {tensor.name for tensor in response.outputs}
         return names.issuperset(request.requested_outputs or self._outputs)
 
-    def insert(self, key: bytes, response: InferenceResponse) -> None:
-        """Store a copy of the response."""
+    def insert(self, key: bytes, response: InferenceResponse | None, lookup_ns: int) -> None:
+        """Store a copy of a good response; count the miss, whatever came of it."""
         start = _now_ns()
-        self._store.put(key, pack_response(response))
-        self._statistics.cache_miss.ns += _now_ns() - start
+        if response is not None and response.error is None:
+            self._store.put(key, pack_response(response))
+        self._statistics.request_cache_miss(lookup_ns + _now_ns() - start)
 
     @property
     def store(self) -> Store:
@@ -344,16 +344,18 @@ class _Lookup:
 class _Insertion:
     """Stands in front of a request's callback and stores the response if it is a good one."""
 
-    __slots__ = ("_cache", "_callback", "_key")
+    __slots__ = ("_cache", "_callback", "_key", "_lookup_ns")
 
-    def __init__(self, cache: ModelCache, key: bytes, callback: ResponseCallback) -> None:
+    def __init__(
+        self, cache: ModelCache, key: bytes, lookup_ns: int, callback: ResponseCallback
+    ) -> None:
         self._cache = cache
         self._key = key
+        self._lookup_ns = lookup_ns
         self._callback = callback
 
     def __call__(self, response: InferenceResponse | None, final: bool) -> None:
-        if response is not None and response.error is None:
-            self._cache.insert(self._key, response)
+        self._cache.insert(self._key, response, self._lookup_ns)
         self._callback(response, final)
 
 

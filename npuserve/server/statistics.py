@@ -8,6 +8,10 @@ from __future__ import annotations
 
 import time
 from enum import StrEnum
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from npuserve.server.latency import LatencyDetail
 
 
 class FailureReason(StrEnum):
@@ -45,12 +49,51 @@ class BatchStatistics:
         self.compute_output = Duration()
 
 
-class ModelStatistics:
-    """All counters of one model version. Durations in ns, monotonic."""
+class ResponseStatistics:
+    """The n-th responses of the requests of a decoupled model.
+
+    `success` and `fail` cover the whole time since the response before (or the start of the
+    execution); `empty_response` is an end without a response, `cancel` one after a cancellation.
+    """
+
+    __slots__ = (
+        "cancel", "compute_infer", "compute_output", "empty_response", "fail", "success",
+    )  # fmt: skip
 
     def __init__(self) -> None:
-        self.last_inference_ms = 0  # wall clock, ms since the epoch
-        self.inference_count = 0  # batch elements of successful requests, no cache hits
+        self.compute_infer = Duration()
+        self.compute_output = Duration()
+        self.success = Duration()
+        self.fail = Duration()
+        self.empty_response = Duration()
+        self.cancel = Duration()
+
+
+class MemoryUsage(NamedTuple):
+    """Memory a backend says the model holds: type such as "CPU" or "GPU", device, bytes."""
+
+    type: str
+    id: int
+    byte_size: int
+
+
+class ModelStatistics:
+    """All counters of one model version. Durations in ns, monotonic.
+
+    Attributes:
+        last_inference_ms: wall clock of the last execution, ms since the epoch; 0 before.
+        inference_count: batch elements of successful requests, no cache hits.
+        batch: executions by batch size.
+        responses: of a decoupled model, by the index of the response in its request.
+        failures: failed requests by reason.
+        memory_usage: as reported by the backend.
+        pending: requests accepted and not yet executing.
+        detail: distributions, None unless they are switched on.
+    """
+
+    def __init__(self) -> None:
+        self.last_inference_ms = 0
+        self.inference_count = 0
         self.execution_count = 0
         self.success = Duration()
         self.fail = Duration()
@@ -61,12 +104,13 @@ class ModelStatistics:
         self.cache_hit = Duration()
         self.cache_miss = Duration()
         self.batch: dict[int, BatchStatistics] = {}
+        self.responses: dict[int, ResponseStatistics] = {}
         self.failures: dict[str, int] = dict.fromkeys(FailureReason, 0)
-        self.pending = 0  # accepted and not yet executing
+        self.memory_usage: list[MemoryUsage] = []
+        self.pending = 0
+        self.detail: LatencyDetail | None = None
 
-    def execution(
-        self, batch_size: int, input_ns: int, infer_ns: int, output_ns: int
-    ) -> None:
+    def execution(self, batch_size: int, input_ns: int, infer_ns: int, output_ns: int) -> None:
         """One batch was executed, well or badly."""
         self.execution_count += 1
         self.last_inference_ms = time.time_ns() // 1_000_000
@@ -88,6 +132,11 @@ class ModelStatistics:
         self.compute_input.add(input_ns)
         self.compute_infer.add(infer_ns)
         self.compute_output.add(output_ns)
+        if self.detail is not None:
+            self.detail.observe(
+                request=total_ns, queue=queue_ns, compute_input=input_ns,
+                compute_infer=infer_ns, compute_output=output_ns,
+            )  # fmt: skip
 
     def request_cache_hit(self, total_ns: int, lookup_ns: int) -> None:
         """A request was answered from the cache: a success without inference or execution."""
@@ -95,8 +144,35 @@ class ModelStatistics:
         self.success.add(total_ns)
         self.queue.add(0)
         self.cache_hit.add(lookup_ns)
+        if self.detail is not None:
+            self.detail.observe(request=total_ns, queue=0, cache_hit=lookup_ns)
+            self.detail.observe_first_response(total_ns)
+
+    def request_cache_miss(self, lookup_and_insertion_ns: int) -> None:
+        """A request that was not in the cache was executed."""
+        self.cache_miss.add(lookup_and_insertion_ns)
+        if self.detail is not None:
+            self.detail.observe(cache_miss=lookup_and_insertion_ns)
 
     def request_failure(self, reason: FailureReason, total_ns: int) -> None:
         """A request ended with an error after it had been accepted."""
         self.fail.add(total_ns)
         self.failures[reason] += 1
+
+    def response(self, index: int, infer_ns: int, output_ns: int, failed: bool) -> None:
+        """A decoupled model sent the response number `index` (from 0) of a request."""
+        entry = self._response_entry(index)
+        entry.compute_infer.add(infer_ns)
+        entry.compute_output.add(output_ns)
+        (entry.fail if failed else entry.success).add(infer_ns + output_ns)
+
+    def end_without_response(self, index: int, infer_ns: int, cancelled: bool) -> None:
+        """A decoupled request ended where response number `index` would have been."""
+        entry = self._response_entry(index)
+        (entry.cancel if cancelled else entry.empty_response).add(infer_ns)
+
+    def _response_entry(self, index: int) -> ResponseStatistics:
+        entry = self.responses.get(index)
+        if entry is None:
+            entry = self.responses[index] = ResponseStatistics()
+        return entry

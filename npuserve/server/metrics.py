@@ -1,0 +1,423 @@
+"""Metric families and their values; no text format (protocol/prometheus.py writes it).
+
+Nothing is counted here: model metrics are read from the same `ModelStatistics` that `/stats`
+shows, when somebody scrapes. A series outlives a reload of its model, so its counters are the sums
+over the model objects it has had; it ends with an unload.
+
+`ServerMetrics.collect` yields prometheus_client's `Metric` objects, so an embedder can register
+it as a collector of his own registry.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+from prometheus_client import Metric
+
+from npuserve.server.custom_metrics import CustomMetrics, add_histogram
+from npuserve.server.latency import FIRST_RESPONSE_BUCKETS_MS, LatencyDetail
+from npuserve.server.machine import Machine
+from npuserve.server.response_cache import LocalStore
+from npuserve.server.statistics import FailureReason
+
+if TYPE_CHECKING:
+    from npuserve.model_config import ModelConfig
+    from npuserve.server.core import InferenceServer
+    from npuserve.server.model import Model
+    from npuserve.server.statistics import ModelStatistics
+
+__all__ = ["CustomMetrics", "MetricsConfig", "ServerMetrics"]
+
+logger = logging.getLogger(__name__)
+
+_DEFAULT_QUANTILES = "0.5:0.05,0.9:0.01,0.95:0.001,0.99:0.001,0.999:0.001"
+_FIRST_RESPONSE = "nv_inference_first_response_histogram_ms"
+
+
+class _Counter(NamedTuple):
+    """A counter family of every model version and where its value is."""
+
+    name: str
+    help: str
+    read: Callable[[ModelStatistics], int]
+
+
+_COUNTERS = (
+    _Counter(
+        "nv_inference_count",
+        "Number of inferences performed (does not include cached requests)",
+        lambda s: s.inference_count,
+    ),
+    _Counter(
+        "nv_inference_exec_count",
+        "Number of model executions performed (does not include cached requests)",
+        lambda s: s.execution_count,
+    ),
+)
+_LATENCY_COUNTERS = (
+    _Counter(
+        "nv_inference_request_duration_us",
+        "Cumulative inference request duration in microseconds (includes cached requests)",
+        lambda s: s.success.ns // 1_000,
+    ),
+    _Counter(
+        "nv_inference_queue_duration_us",
+        "Cumulative inference queuing duration in microseconds (includes cached requests)",
+        lambda s: s.queue.ns // 1_000,
+    ),
+    _Counter(
+        "nv_inference_compute_input_duration_us",
+        "Cumulative compute input duration in microseconds (does not include cached requests)",
+        lambda s: s.compute_input.ns // 1_000,
+    ),
+    _Counter(
+        "nv_inference_compute_infer_duration_us",
+        "Cumulative compute inference duration in microseconds (does not include cached requests)",
+        lambda s: s.compute_infer.ns // 1_000,
+    ),
+    _Counter(
+        "nv_inference_compute_output_duration_us",
+        "Cumulative inference compute output duration in microseconds (does not include cached "
+        "requests)",
+        lambda s: s.compute_output.ns // 1_000,
+    ),
+)
+_CACHE_COUNTERS = (
+    _Counter(
+        "nv_cache_num_hits_per_model",
+        "Number of cache hits per model",
+        lambda s: s.cache_hit.count,
+    ),
+    _Counter(
+        "nv_cache_num_misses_per_model",
+        "Number of cache misses per model",
+        lambda s: s.cache_miss.count,
+    ),
+)
+_CACHE_LATENCY_COUNTERS = (
+    _Counter(
+        "nv_cache_hit_duration_per_model",
+        "Total cache hit duration per model, in microseconds",
+        lambda s: s.cache_hit.ns // 1_000,
+    ),
+    _Counter(
+        "nv_cache_miss_duration_per_model",
+        "Total cache miss duration per model, in microseconds",
+        lambda s: s.cache_miss.ns // 1_000,
+    ),
+)
+# (duration, family, help)
+_SUMMARIES = (
+    ("request", "nv_inference_request_summary_us",
+     "Summary of inference request duration in microseconds (includes cached requests)"),
+    ("queue", "nv_inference_queue_summary_us",
+     "Summary of inference queuing duration in microseconds (includes cached requests)"),
+    ("compute_input", "nv_inference_compute_input_summary_us",
+     "Summary of compute input duration in microseconds (does not include cached requests)"),
+    ("compute_infer", "nv_inference_compute_infer_summary_us",
+     "Summary of compute inference duration in microseconds (does not include cached requests)"),
+    ("compute_output", "nv_inference_compute_output_summary_us",
+     "Summary of inference compute output duration in microseconds (does not include cached "
+     "requests)"),
+)  # fmt: skip
+_CACHE_SUMMARIES = (
+    ("cache_hit", "nv_cache_hit_summary_per_model",
+     "Summary of cache hit duration per model, in microseconds"),
+    ("cache_miss", "nv_cache_miss_summary_per_model",
+     "Summary of cache miss duration per model, in microseconds"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class MetricsConfig:
+    """The `--metrics-config` settings."""
+
+    counter_latencies: bool = True
+    summary_latencies: bool = False
+    histogram_latencies: bool = False
+    quantiles: tuple[float, ...] = ()
+
+    @classmethod
+    def from_settings(cls, settings: Mapping[str, str]) -> MetricsConfig:
+        """Read the settings; unknown values are logged and left at their default."""
+        quantiles = []
+        for pair in settings.get("summary_quantiles", _DEFAULT_QUANTILES).split(","):
+            quantile, colon, _ = pair.partition(":")
+            if not colon:
+                logger.error(
+                    "Invalid option: [%s]. No ':' delimiter found. Expected format is "
+                    "<quantile>:<error>",
+                    pair,
+                )
+                continue
+            quantiles.append(float(quantile))
+        return cls(
+            counter_latencies=_flag(settings, "counter_latencies", True),
+            summary_latencies=_flag(settings, "summary_latencies", False),
+            histogram_latencies=_flag(settings, "histogram_latencies", False),
+            quantiles=tuple(quantiles),
+        )
+
+
+@dataclass
+class _Series:
+    """The time series of one (model, version): the model objects behind it, the newest last."""
+
+    labels: dict[str, str]
+    caching: bool
+    models: list[Model] = field(default_factory=list)
+    gone: dict[str, int] = field(default_factory=dict)  # totals of model objects that are freed
+
+    def read(self, name: str, read: Callable[[ModelStatistics], int]) -> int:
+        """Total over all model objects the series has had."""
+        return self.gone.get(name, 0) + sum(read(model.statistics) for model in self.models)
+
+
+class ServerMetrics:
+    """Everything `/metrics` shows. Loop thread only."""
+
+    def __init__(self, server: InferenceServer) -> None:
+        self._server = server
+        self.config = MetricsConfig.from_settings(server.options.metrics_config)
+        self._series: dict[tuple[str, str, int], _Series] = {}
+        self._machine = Machine(round(server.options.metrics_interval_ms * 1_000_000))
+
+    async def start(self) -> None:
+        """Take the first sample of processor times; utilisation counts from here."""
+        self._machine.refresh()
+
+    async def stop(self) -> None:
+        """Nothing runs in the background."""
+
+    # ---------------------------------------------------------------- models come and go
+
+    def model_loaded(self, model: Model, replaced: Model | None) -> None:
+        """Show a version that became READY; it goes on with the counters of the one it replaces.
+
+        Args:
+            replaced: the object of the same version it takes over from; it may still be draining.
+        """
+        key = _key(model)
+        series = self._series.get(key)
+        if series is None or replaced is None:
+            series = self._series[key] = _Series(self._labels(model), _caching(model))
+        series.labels, series.caching = self._labels(model), _caching(model)
+        series.models.append(model)
+        former = replaced.statistics.detail if replaced is not None else None
+        model.statistics.detail = former or self._detail(model.config)
+
+    def model_unloaded(self, model: Model) -> None:
+        """Drop the series of a freed version, unless another object has taken it over."""
+        key = _key(model)
+        series = self._series.get(key)
+        if series is None or model not in series.models:
+            return
+        series.models.remove(model)
+        if not series.models:
+            del self._series[key]
+            return
+        for name, read in _all_readers():
+            series.gone[name] = series.gone.get(name, 0) + read(model.statistics)
+
+    def _labels(self, model: Model) -> dict[str, str]:
+        labels = {f"_{key}": value for key, value in model.config.metric_tags.items()}
+        if self._server.options.model_namespacing:
+            labels["namespace"] = model.namespace
+        return {**labels, "model": model.name, "version": str(model.version)}
+
+    def _detail(self, config: ModelConfig) -> LatencyDetail | None:
+        wanted = self.config
+        if not (wanted.summary_latencies or wanted.histogram_latencies):
+            return None
+        bounds = _histogram_bounds(config) if wanted.histogram_latencies else None
+        return LatencyDetail(wanted.summary_latencies, bounds)
+
+    # ---------------------------------------------------------------- what a scrape sees
+
+    def collect(self) -> Iterator[Metric]:
+        """All families, Triton's first."""
+        yield from self._request_families()
+        for counter in _COUNTERS:
+            yield self._counter_family(counter)
+        if self.config.counter_latencies:
+            for counter in _LATENCY_COUNTERS:
+                yield self._counter_family(counter)
+        yield from self._model_gauges()
+        if self._server.cache is not None:
+            yield from self._model_cache_families()
+        if self.config.histogram_latencies:
+            yield self._histogram_family()
+        if self.config.summary_latencies:
+            yield from self._summary_families()
+        yield from self._memory_families()
+        if self._server.options.allow_cpu_metrics:
+            yield from self._machine.collect()
+        if isinstance(self._server.cache, LocalStore):
+            yield from _local_cache_families(self._server.cache)
+        yield from self._server.custom_metrics.collect()
+
+    def _request_families(self) -> Iterator[Metric]:
+        yield self._counter_family(_SUCCESS)
+        failure = Metric(
+            "nv_inference_request_failure",
+            "Number of failed inference requests, all batch sizes",
+            "counter",
+        )
+        for series in self._series.values():
+            for reason in FailureReason:
+                failure.add_sample(
+                    failure.name,
+                    series.labels | {"reason": reason.value},
+                    series.read(*_failure_reader(reason)),
+                )
+        yield failure
+
+    def _counter_family(self, counter: _Counter, caching_only: bool = False) -> Metric:
+        family = Metric(counter.name, counter.help, "counter")
+        for series in self._series.values():
+            if series.caching or not caching_only:
+                family.add_sample(
+                    counter.name, series.labels, series.read(counter.name, counter.read)
+                )
+        return family
+
+    def _model_gauges(self) -> Iterator[Metric]:
+        pending = Metric(
+            "nv_inference_pending_request_count",
+            "Instantaneous number of pending requests awaiting execution per-model.",
+            "gauge",
+        )
+        load = Metric("nv_model_load_duration_secs", "Model load time in seconds", "gauge")
+        for series in self._series.values():
+            waiting = sum(model.statistics.pending for model in series.models)
+            pending.add_sample(pending.name, series.labels, waiting)
+            load.add_sample(load.name, series.labels, series.models[-1].load_seconds)
+        yield pending
+        yield load
+
+    def _model_cache_families(self) -> Iterator[Metric]:
+        counters: tuple[_Counter, ...] = _CACHE_COUNTERS
+        if self.config.counter_latencies:
+            counters += _CACHE_LATENCY_COUNTERS
+        for counter in counters:
+            yield self._counter_family(counter, caching_only=True)
+
+    def _histogram_family(self) -> Metric:
+        family = Metric(
+            _FIRST_RESPONSE, "Duration from request to first response in milliseconds", "histogram"
+        )
+        for series in self._series.values():
+            detail = series.models[-1].statistics.detail
+            histogram = detail.first_response if detail is not None else None
+            if histogram is not None:
+                add_histogram(
+                    family, series.labels, histogram.bounds, histogram.counts, histogram.sum
+                )
+        return family
+
+    def _summary_families(self) -> Iterator[Metric]:
+        every = list(self._series.values())
+        caching = [series for series in every if series.caching]
+        # Triton has no request summary for models that use the cache.
+        plain = [series for series in every if not series.caching]
+        for duration, name, text in _SUMMARIES:
+            shown = plain if duration == "request" else every
+            yield self._summary_family(duration, name, text, shown)
+        if self._server.cache is not None:
+            for duration, name, text in _CACHE_SUMMARIES:
+                yield self._summary_family(duration, name, text, caching)
+
+    def _summary_family(self, duration: str, name: str, text: str, shown: list[_Series]) -> Metric:
+        family = Metric(name, text, "summary")
+        now_ns = self._server.clock.now_ns()
+        for series in shown:
+            detail = series.models[-1].statistics.detail
+            if detail is None:
+                continue
+            summary = detail.summaries[duration]
+            family.add_sample(f"{name}_count", series.labels, summary.count)
+            family.add_sample(f"{name}_sum", series.labels, summary.sum)
+            values = summary.quantiles(self.config.quantiles, now_ns)
+            for quantile, value in zip(self.config.quantiles, values, strict=True):
+                family.add_sample(name, series.labels | {"quantile": f"{quantile:g}"}, value)
+        return family
+
+    def _memory_families(self) -> Iterator[Metric]:
+        yield _gauge(
+            "nv_pinned_memory_pool_total_bytes",
+            "Pinned memory pool total memory size, in bytes",
+            self._server.options.pinned_memory_pool_byte_size,
+        )
+        yield _gauge(
+            "nv_pinned_memory_pool_used_bytes",
+            "Pinned memory pool used memory size, in bytes",
+            self._server.buffer_pool.leased_bytes,
+        )
+
+
+_SUCCESS = _Counter(
+    "nv_inference_request_success",
+    "Number of successful inference requests, all batch sizes",
+    lambda s: s.success.count,
+)
+
+
+def _failure_reader(reason: FailureReason) -> tuple[str, Callable[[ModelStatistics], int]]:
+    return f"failure {reason.value}", lambda statistics: statistics.failures[reason]
+
+
+def _all_readers() -> Iterator[tuple[str, Callable[[ModelStatistics], int]]]:
+    for counter in (
+        _SUCCESS, *_COUNTERS, *_LATENCY_COUNTERS, *_CACHE_COUNTERS, *_CACHE_LATENCY_COUNTERS,
+    ):  # fmt: skip
+        yield counter.name, counter.read
+    for reason in FailureReason:
+        yield _failure_reader(reason)
+
+
+def _key(model: Model) -> tuple[str, str, int]:
+    return model.namespace, model.name, model.version
+
+
+def _caching(model: Model) -> bool:
+    return model.config.response_cache.enable
+
+
+def _flag(settings: Mapping[str, str], key: str, default: bool) -> bool:
+    text = settings.get(key)
+    return default if text is None else text.lower() in ("true", "1", "on")
+
+
+def _histogram_bounds(config: ModelConfig) -> tuple[float, ...]:
+    """The buckets of `model_metrics`, else the default ones."""
+    for control in config.model_metrics.metric_control:
+        if control.metric_identifier.family == _FIRST_RESPONSE:
+            return tuple(control.histogram_options.buckets)
+    return FIRST_RESPONSE_BUCKETS_MS
+
+
+def _gauge(name: str, text: str, value: float) -> Metric:
+    family = Metric(name, text, "gauge")
+    family.add_sample(name, {}, value)
+    return family
+
+
+def _local_cache_families(store: LocalStore) -> Iterator[Metric]:
+    lookups = store.hits + store.misses
+    for name, text, value in (
+        ("nv_cache_util", "Cache utilization [0.0 - 1.0]", store.used_bytes / store.max_bytes),
+        ("nv_cache_num_entries", "Number of responses stored in response cache", len(store)),
+        ("nv_cache_num_hits", "Number of cache hits in response cache", store.hits),
+        ("nv_cache_num_misses", "Number of cache misses in response cache", store.misses),
+        ("nv_cache_num_lookups", "Number of cache lookups in response cache", lookups),
+        ("nv_cache_num_evictions", "Number of cache evictions in response cache",
+         store.evictions),
+        ("nv_cache_lookup_duration", "Total cache lookup duration (hit and miss), in microseconds",
+         store.lookup_ns // 1_000),
+        ("nv_cache_insertion_duration", "Total cache insertion duration, in microseconds",
+         store.insertion_ns // 1_000),
+    ):  # fmt: skip
+        yield _gauge(name, text, value)

@@ -1,0 +1,405 @@
+"""Traces: which requests are sampled, what is noted of them, and where it goes.
+
+Costs nothing when off: `Tracer.active` is False, and the rest of the server asks `request.trace is
+None`. A sampled request carries a `Trace`; layers `mark` moments on it, and when its final
+response is out it is handed to the exporter: Triton's JSON file or OpenTelemetry.
+
+Source: Triton server src/tracer.cc.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
+
+from npuserve.errors import InternalError, InvalidArgumentError, UnsupportedError
+
+if TYPE_CHECKING:
+    from npuserve.options import ServerOptions
+    from npuserve.request import InferenceRequest, ResponseCallback
+    from npuserve.response import InferenceResponse
+    from npuserve.tensor import Tensor
+
+LEVELS = ("OFF", "TIMESTAMPS", "TENSORS", "MIN", "MAX")
+
+_MAX_UINT32 = (1 << 32) - 1
+
+# A setting as the protocol has it: `trace_level` is a list, the others are texts.
+SettingValue = str | list[str]
+
+_now_ns = time.monotonic_ns
+
+
+class TraceContext:
+    """W3C trace context a client sent; stands in `request.trace` until the request is accepted."""
+
+    __slots__ = ("traceparent", "tracestate")
+
+    def __init__(self, traceparent: str, tracestate: str = "") -> None:
+        self.traceparent = traceparent
+        self.tracestate = tracestate
+
+
+@dataclass(frozen=True)
+class TraceSettings:
+    """What can be set for all models or one.
+
+    Attributes:
+        levels: of LEVELS, without OFF; empty is off.
+        rate: every rate-th request is traced.
+        count: traces left to take; -1 for no end.
+        log_frequency: traces a file holds; 0 for all in one.
+    """
+
+    levels: tuple[str, ...] = ()
+    rate: int = 1000
+    count: int = -1
+    log_frequency: int = 0
+
+
+class Exporter(Protocol):
+    """Takes finished traces."""
+
+    def export(self, trace: Trace) -> None:
+        """Take one trace; must not block."""
+
+    def close(self) -> None:
+        """Write what is left."""
+
+
+class Trace:
+    """What is noted of one request.
+
+    Attributes:
+        id: running number, from 1.
+        parent: trace of the ensemble or BLS request it belongs to, None at the top.
+        children: traces that ended before this one, kept by exporters that need it so.
+        timestamps: (name, monotonic ns), in no particular order.
+        tensors: (activity, tensor) pairs at level TENSORS.
+        context: W3C context the client sent.
+        span: set by the OpenTelemetry exporter once this trace is exported.
+    """
+
+    __slots__ = (
+        "_exporter", "children", "context", "id", "model_name", "model_version", "parent",
+        "request_id", "settings", "span", "tensors", "timestamps",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        id: int,
+        parent: Trace | None,
+        request: InferenceRequest,
+        settings: TraceSettings,
+        exporter: Exporter,
+        context: TraceContext | None = None,
+    ) -> None:
+        self.id = id
+        self.parent = parent
+        self.children: list[Trace] = []
+        self.request_id = request.id
+        self.model_name = request.model_name
+        self.model_version = request.model_version
+        self.settings = settings
+        self.context = context
+        self.span: object = None
+        self.timestamps: list[tuple[str, int]] = []
+        self.tensors: list[tuple[str, Tensor]] = []
+        self._exporter = exporter
+
+    @property
+    def context_json(self) -> str:
+        """The client's W3C context as model code sees it; "" if there was none."""
+        if self.context is None:
+            return ""
+        names = ("traceparent", "tracestate")
+        return json.dumps({name: getattr(self.context, name) for name in names})
+
+    def mark(self, name: str, ns: int = 0) -> None:
+        """Note a moment; now without `ns` (monotonic)."""
+        self.timestamps.append((name, ns or _now_ns()))
+
+    def executed(self, start_ns: int, input_ns: int, output_ns: int, end_ns: int) -> None:
+        """Note the execution of the batch the request was in."""
+        self.timestamps += (
+            ("COMPUTE_START", start_ns),
+            ("COMPUTE_INPUT_END", input_ns),
+            ("COMPUTE_OUTPUT_START", output_ns),
+            ("COMPUTE_END", end_ns),
+        )
+
+    def end(self, request: InferenceRequest) -> None:
+        """The final response is out: note the rest and hand the trace over."""
+        if request.model is not None:
+            self.model_version = request.model.version
+        if "TIMESTAMPS" in self.settings.levels:
+            self.mark("REQUEST_START", request.start_ns)
+            self.mark("QUEUE_START", request.queue_ns)
+            self.mark("REQUEST_END")
+        else:
+            self.timestamps.clear()
+        self._exporter.export(self)
+
+
+class _Sampler:
+    """Counts requests and decides, by the settings of all models or of one."""
+
+    def __init__(self, settings: TraceSettings) -> None:
+        self.settings = settings
+        self._seen = 0
+
+    def sample(self) -> bool:
+        settings = self.settings
+        if not settings.levels or not settings.count:
+            return False
+        self._seen += 1
+        if self._seen % settings.rate:
+            return False
+        if settings.count > 0:
+            self.settings = replace(settings, count=settings.count - 1)
+        return True
+
+
+class Tracer:
+    """Trace settings and sampling of the server. Loop thread only.
+
+    Attributes:
+        active: whether any model is traced at all; front ends ask it before they read a clock.
+    """
+
+    def __init__(self, options: ServerOptions) -> None:
+        config = options.trace_config
+        self.active = False
+        self._config = config
+        self._start_up = TraceSettings(
+            _levels(config.level), config.rate, config.count, config.log_frequency
+        )
+        self._global = _Sampler(self._start_up)
+        # What was set for single models; a model's sampler exists as long as it has any.
+        self._overrides: dict[str, dict[str, object]] = {}
+        self._samplers: dict[str, _Sampler] = {}
+        self._ids = itertools.count(1)
+        self._exporter: Exporter | None = None
+        self._refresh()
+
+    # ---------------------------------------------------------------- sampling
+
+    def attach(self, request: InferenceRequest) -> None:
+        """Decide whether this request is traced, and if so begin.
+
+        A request made on behalf of another one is traced if that one is.
+        """
+        context = request.trace if isinstance(request.trace, TraceContext) else None
+        parent = request.parent
+        if parent is not None:
+            if not isinstance(parent.trace, Trace):
+                return
+            above = parent.trace
+            trace = self._begin(request, above.settings, above, above.context)
+        else:
+            sampler = self._samplers.get(request.model_name, self._global)
+            if not sampler.sample():
+                request.trace = None
+                return
+            trace = self._begin(request, sampler.settings, None, context)
+        request.trace = trace
+        request.on_response = partial(_respond, request, trace, request.on_response)
+        if "TENSORS" in trace.settings.levels:
+            trace.tensors += [("TENSOR_QUEUE_INPUT", t) for t in request.inputs.values()]
+
+    def _begin(
+        self,
+        request: InferenceRequest,
+        settings: TraceSettings,
+        parent: Trace | None,
+        context: TraceContext | None,
+    ) -> Trace:
+        return Trace(next(self._ids), parent, request, settings, self._open(), context)
+
+    def _open(self) -> Exporter:
+        if self._exporter is None:
+            # Imported here: neither costs a server without traces anything.
+            if self._config.mode == "opentelemetry":
+                from npuserve.server.trace_opentelemetry import OpenTelemetryExporter
+
+                self._exporter = OpenTelemetryExporter(self._config.opentelemetry)
+            else:
+                from npuserve.server.trace_file import TraceFile
+
+                self._exporter = TraceFile(self._config.file)
+        return self._exporter
+
+    def close(self) -> None:
+        """Write what is left; nothing is traced afterwards."""
+        self.active = False
+        if self._exporter is not None:
+            self._exporter.close()
+            self._exporter = None
+
+    # ---------------------------------------------------------------- settings
+
+    def settings(self, model: str = "") -> dict[str, SettingValue]:
+        """The settings of a model (of all without a name), as the protocol shows them."""
+        current = self._samplers.get(model, self._global).settings
+        shown: dict[str, SettingValue] = {
+            "trace_level": list(current.levels) or ["OFF"],
+            "trace_rate": str(current.rate),
+            "trace_count": str(current.count),
+        }
+        if self._config.mode == "opentelemetry":
+            shown |= {"trace_mode": "opentelemetry", **dict(self._config.opentelemetry)}
+        else:
+            shown |= {
+                "log_frequency": str(current.log_frequency),
+                "trace_file": self._config.file,
+                "trace_mode": "triton",
+            }
+        return shown
+
+    def update(self, changes: Mapping[str, SettingValue | None], model: str = "") -> None:
+        """Change settings; nothing is changed if one of them is refused.
+
+        Args:
+            changes: by name; None or an empty list clears a setting: a model's falls back to that
+                of all, that of all to its start-up value. Unknown names are ignored.
+            model: the model it is for; "" for all models without settings of their own.
+
+        Raises:
+            InternalError: a value that cannot be read.
+            InvalidArgumentError: a value that makes no sense.
+            UnsupportedError: the file cannot be changed while the server runs.
+        """
+        if "trace_file" in changes:
+            raise UnsupportedError(
+                "trace file location can not be updated through network protocol"
+            )
+        parsed = {
+            field: None if value is None or value == [] else parse(key, value)
+            for key, (field, parse) in _SETTINGS.items()
+            if key in changes
+            for value in (changes[key],)
+        }
+        if model:
+            self._update_model(model, parsed)
+        else:
+            self._update_global(parsed)
+        self._refresh()
+
+    def forget(self, model: str) -> None:
+        """Drop the settings of a model that was unloaded."""
+        self._overrides.pop(model, None)
+        self._samplers.pop(model, None)
+        self._refresh()
+
+    def _update_global(self, parsed: Mapping[str, object]) -> None:
+        values = {
+            field: getattr(self._start_up, field) if value is None else value
+            for field, value in parsed.items()
+        }
+        self._global.settings = self._checked(
+            replace(self._global.settings, **values)  # type: ignore[arg-type]  # parsed above
+        )
+        for model, overrides in self._overrides.items():
+            self._samplers[model].settings = self._merged(overrides)
+
+    def _update_model(self, model: str, parsed: Mapping[str, object]) -> None:
+        overrides = {**self._overrides.get(model, {}), **parsed}
+        overrides = {field: value for field, value in overrides.items() if value is not None}
+        settings = self._checked(self._merged(overrides))
+        if overrides:
+            self._overrides[model] = overrides
+            self._samplers.setdefault(model, _Sampler(settings)).settings = settings
+        else:
+            self._overrides.pop(model, None)
+            self._samplers.pop(model, None)
+
+    def _merged(self, overrides: Mapping[str, object]) -> TraceSettings:
+        return replace(self._global.settings, **overrides)  # type: ignore[arg-type]  # as parsed
+
+    def _checked(self, settings: TraceSettings) -> TraceSettings:
+        invalid = "Attempting to set invalid trace setting :"
+        if not settings.rate:
+            raise InvalidArgumentError(invalid + "sample rate must be non-zero")
+        if settings.levels and self._config.mode == "triton" and not self._config.file:
+            raise InvalidArgumentError(invalid + "trace file name is not given")
+        return settings
+
+    def _refresh(self) -> None:
+        samplers = (self._global, *self._samplers.values())
+        self.active = any(sampler.settings.levels for sampler in samplers)
+
+
+def _respond(
+    request: InferenceRequest,
+    trace: Trace,
+    callback: ResponseCallback,
+    response: InferenceResponse | None,
+    final: bool,
+) -> None:
+    """Stands in front of the callback of a traced request."""
+    if response is not None:
+        trace.mark("INFER_RESPONSE_COMPLETE")
+        if "TENSORS" in trace.settings.levels:
+            trace.tensors += [("TENSOR_BACKEND_OUTPUT", t) for t in response.outputs]
+    try:
+        callback(response, final)
+    finally:
+        if final:
+            trace.end(request)
+
+
+def _levels(texts: tuple[str, ...]) -> tuple[str, ...]:
+    """Levels without OFF; the deprecated MIN and MAX mean TIMESTAMPS."""
+    renamed = ("TIMESTAMPS" if text in ("MIN", "MAX") else text for text in texts)
+    return tuple(dict.fromkeys(text for text in renamed if text != "OFF"))
+
+
+def _parse_level(key: str, value: SettingValue) -> tuple[str, ...]:
+    del key
+    # Unknown levels are ignored, as Triton does.
+    texts = [value] if isinstance(value, str) else [text for text in value if text in LEVELS]
+    if "OFF" in texts and len(texts) > 1:
+        raise InvalidArgumentError("Expect only one trace level 'OFF' is specified")
+    return _levels(tuple(texts))
+
+
+def _parse_unsigned(key: str, value: SettingValue) -> int:
+    text = _scalar(key, value)
+    if not text.removeprefix("-").isdigit():
+        raise InternalError(f"Unable to parse '{key}', got: {text}")
+    if not 0 <= int(text) <= _MAX_UINT32:
+        raise InternalError(
+            f"Unable to parse '{key}', value is out of range [ 0, {_MAX_UINT32} ], got: {text}"
+        )
+    return int(text)
+
+
+def _parse_count(key: str, value: SettingValue) -> int:
+    text = _scalar(key, value)
+    if not text.removeprefix("-").isdigit():
+        raise InternalError(f"Unable to parse '{key}', got: {text}")
+    if int(text) < -1:
+        raise InternalError(f"Unable to parse '{key}'. Expecting value >= -1, got:{text}")
+    return int(text)
+
+
+def _scalar(key: str, value: SettingValue) -> str:
+    if isinstance(value, str):
+        return value
+    if len(value) != 1:
+        raise InvalidArgumentError(f"expect only 1 value for '{key}'")
+    return value[0]
+
+
+# Name in the protocol → field of TraceSettings and how its value is read.
+_SETTINGS = {
+    "trace_level": ("levels", _parse_level),
+    "trace_rate": ("rate", _parse_unsigned),
+    "trace_count": ("count", _parse_count),
+    "log_frequency": ("log_frequency", _parse_unsigned),
+}

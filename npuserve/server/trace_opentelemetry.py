@@ -1,0 +1,153 @@
+"""Traces as OpenTelemetry spans: `InferRequest` → model name → `compute`.
+
+Spans are made when a trace is complete, from the moments noted on it. The exporter has a thread
+of its own (BatchSpanProcessor).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from npuserve.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    from npuserve.server.trace import Trace
+
+_DEFAULT_URL = "http://localhost:4318/v1/traces"
+_COMPUTE = ("COMPUTE_START", "COMPUTE_INPUT_END", "COMPUTE_OUTPUT_START", "COMPUTE_END")
+_MODEL = ("REQUEST_START", "QUEUE_START", "INFER_RESPONSE_COMPLETE", "REQUEST_END")
+
+
+class OpenTelemetryExporter:
+    """Exporter of the mode `opentelemetry`.
+
+    Args:
+        settings: `--trace-config opentelemetry,<key>=<value>` in order; `resource` may repeat.
+        processor: takes finished spans; by default a batching one that sends them to `url`.
+    """
+
+    def __init__(self, settings: Iterable[tuple[str, str]], processor: Any = None) -> None:
+        try:
+            from opentelemetry.sdk.resources import Resource
+            from opentelemetry.sdk.trace import TracerProvider
+        except ImportError as error:
+            raise InvalidArgumentError(
+                "the trace mode opentelemetry needs its SDK: pip install npuserve[otel]"
+            ) from error
+        options = dict(settings)
+        resource = {"service.name": "triton-inference-server"}
+        for key, value in settings:
+            if key == "resource":
+                name, _, text = value.partition("=")
+                resource[name] = text
+        self._provider = TracerProvider(resource=Resource.create(resource))
+        self._provider.add_span_processor(processor or _batch_processor(options))
+        self._tracer = self._provider.get_tracer("npuserve")
+        # Spans are stamped with wall-clock time, the moments noted are monotonic.
+        self._wall_offset_ns = time.time_ns() - time.monotonic_ns()
+
+    def export(self, trace: Trace) -> None:
+        """See `trace.Exporter.export`. A child waits for its parent, which ends after it."""
+        if trace.parent is None:
+            self._export_root(trace)
+        elif trace.parent.span is None:
+            trace.parent.children.append(trace)
+        else:
+            self._export_model(trace, trace.parent.span)
+
+    def close(self) -> None:
+        """See `trace.Exporter.close`."""
+        self._provider.shutdown()
+
+    def _export_root(self, trace: Trace) -> None:
+        marks = _in_order(trace.timestamps)
+        if not marks:
+            return
+        root = self._span("InferRequest", _client_context(trace), marks[0][1])
+        self._add_events(root, [m for m in marks if m[0] not in _MODEL + _COMPUTE])
+        self._export_model(trace, root)
+        root.end(self._wall_ns(marks[-1][1]))
+
+    def _export_model(self, trace: Trace, parent: Any) -> None:
+        marks = [m for m in _in_order(trace.timestamps) if m[0] in _MODEL + _COMPUTE]
+        if not marks:
+            return
+        span = self._span(trace.model_name, _as_context(parent), marks[0][1])
+        trace.span = span
+        span.set_attributes(_attributes(trace))
+        self._add_events(span, [m for m in marks if m[0] in _MODEL])
+        compute = [m for m in marks if m[0] in _COMPUTE]
+        if compute:
+            inner = self._span("compute", _as_context(span), compute[0][1])
+            self._add_events(inner, compute)
+            inner.end(self._wall_ns(compute[-1][1]))
+        for child in trace.children:
+            self._export_model(child, span)
+        span.end(self._wall_ns(marks[-1][1]))
+
+    def _span(self, name: str, context: Any, start_ns: int) -> Any:
+        return self._tracer.start_span(name, context, start_time=self._wall_ns(start_ns))
+
+    def _add_events(self, span: Any, marks: list[tuple[str, int]]) -> None:
+        for name, ns in marks:
+            span.add_event(name, timestamp=self._wall_ns(ns))
+
+    def _wall_ns(self, monotonic_ns: int) -> int:
+        return monotonic_ns + self._wall_offset_ns
+
+
+def _in_order(marks: list[tuple[str, int]]) -> list[tuple[str, int]]:
+    return sorted(marks, key=lambda mark: mark[1])
+
+
+def _attributes(trace: Trace) -> dict[str, Any]:
+    attributes: dict[str, Any] = {
+        "triton.model_name": trace.model_name,
+        "triton.model_version": trace.model_version,
+        "triton.trace_id": trace.id,
+    }
+    if trace.parent is not None:
+        attributes["triton.trace_parent_id"] = trace.parent.id
+    if trace.request_id:
+        attributes["triton.request_id"] = trace.request_id
+    return attributes
+
+
+def _as_context(span: Any) -> Any:
+    from opentelemetry.trace import set_span_in_context
+
+    return set_span_in_context(span)
+
+
+def _client_context(trace: Trace) -> Any:
+    """The W3C context the client sent as OpenTelemetry's object; an empty one without."""
+    from opentelemetry.context import Context
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+    if trace.context is None:
+        return Context()
+    carrier = {
+        "traceparent": trace.context.traceparent,
+        "tracestate": trace.context.tracestate,
+    }
+    return TraceContextTextMapPropagator().extract(carrier, Context())
+
+
+def _batch_processor(options: dict[str, str]) -> Any:
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+    exporter = OTLPSpanExporter(endpoint=options.get("url", _DEFAULT_URL))
+    # Without a value here the processor reads the OTEL_BSP_* environment variables.
+    sizes = {
+        name: int(options[key])
+        for key, name in (
+            ("bsp_max_queue_size", "max_queue_size"),
+            ("bsp_schedule_delay", "schedule_delay_millis"),
+            ("bsp_max_export_batch_size", "max_export_batch_size"),
+        )
+        if key in options
+    }
+    return BatchSpanProcessor(exporter, **sizes)
