@@ -205,7 +205,7 @@ _PLAIN_CHARACTERS = frozenset(range(0x20, 0x7F)) - {ord("%")}
 
 def encode_grpc_message(text: str) -> bytes:
     """A `grpc-message` header: percent-encoded UTF-8."""
-    data = text.encode("utf-8", "surrogateescape")
+    data = text.encode("utf-8", "replace")
     if _PLAIN_CHARACTERS.issuperset(data):
         return data
     return b"".join(

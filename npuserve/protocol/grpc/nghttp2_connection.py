@@ -76,9 +76,8 @@ class Connection(asyncio.BufferedProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """See `asyncio.BaseProtocol`."""
-        self._transport = transport = cast(
-            "asyncio.Transport", transport
-        )  # uvloop has its own class
+        transport = cast("asyncio.Transport", transport)  # uvloop's class is no subclass
+        self._transport = transport
         transport.set_write_buffer_limits(high=2 * _WRITE_BYTES)
         self._owner.connections.add(self)
         self.h2.initiate_connection(_SETTINGS)

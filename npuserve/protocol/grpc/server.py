@@ -3,7 +3,7 @@
 | `--grpc-server` | library | for |
 |---|---|---|
 | nghttp2 | libnghttp2 (ngh2), in the event loop | the fastest; everything but TLS |
-| native | pygrpc-native | no TLS, connection age or compression |
+| native | pygrpc-native | no TLS, connection age, deflate or compressed responses |
 | grpcio | grpcio | everything |
 | auto | the first of these that is installed and can do what the options ask | |
 """
