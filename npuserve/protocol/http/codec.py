@@ -1,0 +1,409 @@
+"""KServe v2 inference messages over HTTP: JSON plus binary tensor data, to values and back. Pure.
+
+Knows no socket and no server. Shared-memory regions come in as callables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from npuserve.errors import InvalidArgumentError
+from npuserve.protocol.classification import classify
+from npuserve.protocol.http.json_text import dump_json
+from npuserve.protocol.shared_memory import RegionSlice
+from npuserve.protocol.tensor_codec import is_finite, json_values, pack_elements, tensor_from_json
+from npuserve.request import SEQUENCE_END, SEQUENCE_START
+from npuserve.tensor import ITEM_SIZE, Buffer, Tensor, element_count
+
+if TYPE_CHECKING:
+    from npuserve.response import InferenceResponse, ParameterValue
+
+_MAX_DIM = 2**63 - 1
+_UINT64_MAX = 2**64 - 1
+_PARAMETER_TYPES = (str, int, bool, float)
+
+# (region, offset, byte size) → the bytes, or the place for an output.
+ReadRegion = Callable[[str, int, int], Buffer]
+AcquireRegion = Callable[[str, int, int], RegionSlice]
+
+
+class Output(NamedTuple):
+    """How one output goes back."""
+
+    binary: bool = False
+    classification: int = 0
+    region: tuple[str, int, int] | None = None
+
+
+_JSON_OUTPUT = Output()
+_BINARY_OUTPUT = Output(binary=True)
+
+
+class InferMessage:
+    """What an infer request says, before it becomes an `InferenceRequest`.
+
+    Attributes:
+        outputs: by name, as listed; empty means all outputs, each as `default_output`.
+        The others are those of `InferenceRequest`.
+    """
+
+    __slots__ = (
+        "correlation_id", "default_output", "flags", "id", "inputs", "outputs", "parameters",
+        "priority", "timeout_us",
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        self.id = ""
+        self.inputs: dict[str, Tensor] = {}
+        self.outputs: dict[str, Output] = {}
+        self.default_output = _JSON_OUTPUT
+        self.parameters: dict[str, ParameterValue] = {}
+        self.correlation_id: int | str = 0
+        self.flags = 0
+        self.priority = 0
+        self.timeout_us = 0
+
+
+# ------------------------------------------------------------------ requests
+
+
+def decode_infer(
+    document: Any, binary: Buffer, model_name: str, read_region: ReadRegion
+) -> InferMessage:
+    """An infer request from its parsed JSON and the binary data after it.
+
+    Args:
+        document: value of the JSON part.
+        binary: what follows the JSON; the inputs' data become views of it.
+        model_name: for error texts.
+        read_region: reads an input from shared memory.
+
+    Raises:
+        InvalidArgumentError: missing members, wrong types, data that do not add up.
+        NpuserveError: from `read_region`.
+    """
+    if type(document) is not dict or "inputs" not in document:
+        raise InvalidArgumentError(
+            "Unable to parse 'inputs': attempt to access non-existing object member 'inputs'"
+        )
+    message = InferMessage()
+    request_id = document.get("id")
+    if request_id is not None:
+        message.id = _text(request_id, "id")
+    parameters = document.get("parameters", message.parameters)
+    if type(parameters) is not dict:
+        raise InvalidArgumentError(
+            "failed to get request params.: attempt to get members for non-object"
+        )
+    if parameters:
+        _decode_parameters(message, parameters)
+    source = _InputSource(memoryview(binary), model_name, read_region)
+    for entry in _objects(document["inputs"], "inputs"):
+        tensor = source.decode(entry)
+        if tensor.name in message.inputs:
+            raise InvalidArgumentError(
+                f"[request id: {message.id or '<id_unknown>'}] "
+                f"input '{tensor.name}' already exists in request"
+            )
+        message.inputs[tensor.name] = tensor
+    source.finish()
+    for entry in _objects(document.get("outputs") or [], "outputs"):
+        message.outputs[_member(entry, "name")] = _decode_output(entry)
+    return message
+
+
+class _InputSource:
+    """Makes tensors of input entries, consuming the binary data in their order."""
+
+    __slots__ = ("_binary", "_model_name", "_offset", "_read_region")
+
+    def __init__(self, binary: memoryview, model_name: str, read_region: ReadRegion) -> None:
+        self._binary = binary
+        self._model_name = model_name
+        self._read_region = read_region
+        self._offset = 0
+
+    def decode(self, entry: dict[str, Any]) -> Tensor:
+        parameters = entry.get("parameters")
+        if type(parameters) is not dict:
+            parameters = {}
+        size = parameters.get("binary_data_size")
+        region = parameters.get("shared_memory_region")
+        data = entry.get("data")
+        if (data is not None) + (size is not None) + (region is not None) != 1:
+            raise _ambiguous_source(data, size, region)
+        name, datatype = _member(entry, "name"), _member(entry, "datatype")
+        shape = _shape(entry)
+        if size is not None:
+            return Tensor(name, datatype, shape, self._take(name, size))
+        if region is not None:
+            place = _region(parameters)
+            return Tensor(name, datatype, shape, self._read_region(*place))
+        return tensor_from_json(name, datatype, shape, data)
+
+    def _take(self, name: str, size: Any) -> memoryview:
+        start = self._offset
+        end = self._offset = start + _unsigned(size, "binary_data_size")
+        if end > len(self._binary):
+            raise InvalidArgumentError(
+                f"unexpected size for input '{name}', expecting {end - len(self._binary)} "
+                f"additional bytes for model '{self._model_name}'"
+            )
+        return self._binary[start:end]
+
+    def finish(self) -> None:
+        """Refuse data that no input claimed."""
+        if self._offset != len(self._binary):
+            raise InvalidArgumentError(
+                f"unexpected additional input data for model '{self._model_name}'"
+            )
+
+
+def _ambiguous_source(data: Any, size: Any, region: Any) -> InvalidArgumentError:
+    fields = {"data": data, "binary_data_size": size, "shared_memory_region": region}
+    given = " ".join(f"'{key}'" for key, value in fields.items() if value is not None)
+    return InvalidArgumentError(
+        "Input must set only one of the following fields: 'data', 'binary_data_size' in "
+        "'parameters', 'shared_memory_region' in 'parameters'. But "
+        + (f"set {given}" if given else "no field is set")
+    )
+
+
+def _decode_output(entry: dict[str, Any]) -> Output:
+    parameters = entry.get("parameters")
+    if not parameters:
+        return _JSON_OUTPUT
+    if type(parameters) is not dict:
+        raise _wrong_kind("parameters", "object")
+    binary = _boolean(parameters.get("binary_data", False), "binary_data")
+    classes = _unsigned(parameters.get("classification", 0), "classification")
+    if "shared_memory_region" not in parameters:
+        return Output(binary, classes) if classes else (_BINARY_OUTPUT if binary else _JSON_OUTPUT)
+    for key, value in (("classification", classes), ("binary_data", binary)):
+        if value:
+            raise InvalidArgumentError(f"Output can't set both 'shared_memory_region' and '{key}'")
+    return Output(region=_region(parameters))
+
+
+def _region(parameters: dict[str, Any]) -> tuple[str, int, int]:
+    if "shared_memory_byte_size" not in parameters:
+        raise _missing("shared_memory_byte_size")
+    return (
+        _text(parameters["shared_memory_region"], "shared_memory_region"),
+        _unsigned(parameters.get("shared_memory_offset", 0), "shared_memory_offset"),
+        _unsigned(parameters["shared_memory_byte_size"], "shared_memory_byte_size"),
+    )
+
+
+def _decode_parameters(message: InferMessage, parameters: dict[str, Any]) -> None:
+    """Split the request's parameters into those with a meaning and custom ones."""
+    custom = message.parameters
+    for key, value in parameters.items():
+        if key == "sequence_id":
+            message.correlation_id = value if type(value) is str else _unsigned(value, key)
+        elif key == "sequence_start":
+            message.flags |= SEQUENCE_START * _boolean(value, key)
+        elif key == "sequence_end":
+            message.flags |= SEQUENCE_END * _boolean(value, key)
+        elif key == "priority":
+            message.priority = _unsigned(value, key)
+        elif key == "timeout":
+            message.timeout_us = _unsigned(value, key)
+        elif key == "binary_data_output":
+            message.default_output = _BINARY_OUTPUT if _boolean(value, key) else _JSON_OUTPUT
+        elif key.startswith("triton_"):
+            raise InvalidArgumentError(
+                "parameter keys starting with 'triton_' are reserved for Triton usage and should "
+                "not be specified."
+            )
+        else:
+            custom[key] = custom_parameter(key, value)
+
+
+def custom_parameter(key: str, value: Any) -> ParameterValue:
+    """A parameter that goes to the model as it is.
+
+    Raises:
+        InvalidArgumentError: not a text, number or boolean.
+    """
+    if isinstance(value, _PARAMETER_TYPES):
+        return value
+    raise InvalidArgumentError(
+        f"parameter '{key}' has invalid type. It should be either 'int', 'bool', or 'string'."
+    )
+
+
+def decode_raw(
+    body: Buffer,
+    model_name: str,
+    input_specs: Mapping[str, tuple[str, Sequence[int]]],
+    max_batch_size: int,
+) -> InferMessage:
+    """A request whose body is the data of the model's only input; all outputs go back binary.
+
+    Args:
+        body: the tensor's bytes; for BYTES the content of its one element.
+        model_name: for error texts.
+        input_specs: datatype and dims of the model's inputs, without batch dimension.
+        max_batch_size: 0 for a model without a batch dimension.
+
+    Raises:
+        InvalidArgumentError: the input cannot be deduced.
+    """
+    prefix = "[request id: <id_unknown>] "
+    if len(input_specs) != 1:
+        raise InvalidArgumentError(
+            f"{prefix}Raw request must only have 1 input (found 1) to be deduced but got "
+            f"{len(input_specs)} inputs in '{model_name}' model configuration"
+        )
+    ((name, (datatype, dims)),) = input_specs.items()
+    shape = list(dims)
+    if datatype == "BYTES":
+        if shape != [1]:
+            raise InvalidArgumentError(
+                f"{prefix}For BYTE datatype raw input '{name}', the model must have input shape [1]"
+            )
+        body = pack_elements([bytes(body)])
+    else:
+        _deduce_variable_dim(shape, len(body) // ITEM_SIZE[datatype], prefix, name)
+        expected = element_count(shape) * ITEM_SIZE[datatype]
+        if expected != len(body):
+            raise InvalidArgumentError(
+                f"{prefix}input byte size mismatch for input 'raw_input' for model "
+                f"'{model_name}'. Expected {expected}, got {len(body)}"
+            )
+    message = InferMessage()
+    message.inputs[name] = Tensor(name, datatype, [1, *shape] if max_batch_size else shape, body)
+    message.default_output = _BINARY_OUTPUT
+    return message
+
+
+def _deduce_variable_dim(shape: list[int], elements: int, prefix: str, name: str) -> None:
+    variable = [index for index, dim in enumerate(shape) if dim == -1]
+    if len(variable) > 1:
+        raise InvalidArgumentError(
+            f"{prefix}The shape of the raw input '{name}' can not be deduced because there are "
+            "more than one variable-sized dimension"
+        )
+    for index in variable:
+        fixed = element_count(dim for dim in shape if dim != -1)
+        shape[index] = elements // fixed if fixed else 0
+
+
+# ----------------------------------------------------------------- responses
+
+
+def encode_infer(
+    response: InferenceResponse,
+    message: InferMessage,
+    slices: Mapping[str, RegionSlice],
+    *,
+    labels: Callable[[str], Sequence[str]],
+    batched: bool,
+) -> tuple[bytes, list[Buffer]]:
+    """The JSON part of a reply and the binary data that follow it.
+
+    Args:
+        response: one without an error.
+        message: the request; says how each output goes back.
+        slices: places of the outputs that go to shared memory.
+        labels: of an output, for classification.
+        batched: the model has a batch dimension.
+
+    Raises:
+        NpuserveError: an output that cannot be expressed in the form asked for.
+    """
+    entries: list[dict[str, Any]] = []
+    blobs: list[Buffer] = []
+    finite = True
+    for tensor in response.outputs:
+        output = message.outputs.get(tensor.name) if message.outputs else message.default_output
+        if output is None:
+            continue
+        if output.classification:
+            classes = output.classification
+            tensor = classify(tensor, classes, labels(tensor.name), batched=batched)
+        entry: dict[str, Any] = {
+            "name": tensor.name,
+            "datatype": tensor.datatype,
+            "shape": list(tensor.shape),
+        }
+        entries.append(entry)
+        if output.binary:
+            entry["parameters"] = {"binary_data_size": len(tensor.data)}
+            blobs.append(tensor.data)
+        elif output.region is not None:
+            slices[tensor.name].write(tensor.name, tensor.data)
+        else:
+            values = json_values(tensor)
+            finite = finite and is_finite(values)
+            entry["data"] = values
+    head: dict[str, Any] = {"id": message.id} if message.id else {}
+    head["model_name"] = response.model_name
+    head["model_version"] = response.model_version
+    if response.parameters:
+        head["parameters"] = response.parameters
+    head["outputs"] = entries
+    return dump_json(head, finite=finite), blobs
+
+
+# -------------------------------------------------------- members of objects
+
+
+def _objects(value: Any, key: str) -> list[dict[str, Any]]:
+    if type(value) is not list:
+        raise _wrong_kind(key, "array")
+    for entry in value:
+        if type(entry) is not dict:
+            raise _wrong_kind(key, "object")
+    return value
+
+
+def _member(entry: dict[str, Any], key: str) -> str:
+    if key not in entry:
+        raise _missing(key)
+    return _text(entry[key], key)
+
+
+def _shape(entry: dict[str, Any]) -> list[int]:
+    if "shape" not in entry:
+        raise _missing("shape")
+    shape = entry["shape"]
+    if type(shape) is not list:
+        raise _wrong_kind("shape", "array")
+    for dim in shape:
+        if type(dim) is not int or not 0 <= dim <= _MAX_DIM:
+            raise _wrong_kind("shape", "unsigned-integer")
+    return shape
+
+
+def _text(value: Any, key: str) -> str:
+    if type(value) is not str:
+        raise _wrong_kind(key, "string")
+    return value
+
+
+def _unsigned(value: Any, key: str) -> int:
+    if type(value) is not int or not 0 <= value <= _UINT64_MAX:
+        raise _wrong_kind(key, "unsigned-integer")
+    return value
+
+
+def _boolean(value: Any, key: str) -> bool:
+    if type(value) is not bool:
+        raise _wrong_kind(key, "boolean")
+    return value
+
+
+def _wrong_kind(key: str, kind: str) -> InvalidArgumentError:
+    # Differs from Triton: 400 instead of 500 for a value of the wrong kind.
+    return InvalidArgumentError(
+        f"Unable to parse '{key}': attempt to access JSON non-{kind} as {kind}"
+    )
+
+
+def _missing(key: str) -> InvalidArgumentError:
+    return InvalidArgumentError(
+        f"Unable to parse '{key}': attempt to access non-existing object member '{key}'"
+    )

@@ -1,0 +1,86 @@
+"""Content-Encoding of infer requests and responses: identity, gzip and deflate (zlib). Pure."""
+
+from __future__ import annotations
+
+import zlib
+from typing import TYPE_CHECKING
+
+from npuserve.errors import InvalidArgumentError, UnsupportedError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from npuserve.tensor import Buffer
+
+# zlib's window parameter: 15 bits for the zlib container, 16 more for gzip's.
+_WINDOW = {"deflate": 15, "gzip": 31}
+_ENCODINGS = ("identity", "deflate", "gzip")
+
+
+def check_encoding(encoding: str) -> None:
+    """Refuse a request's Content-Encoding that is not one of the known three.
+
+    Raises:
+        UnsupportedError: anything else, lists and other spellings included.
+    """
+    if encoding and encoding not in _ENCODINGS:
+        raise UnsupportedError("Unsupported compression type")
+
+
+def decompress(data: Buffer, encoding: str, limit: int) -> bytes:
+    """The plain body of a compressed request.
+
+    Raises:
+        InvalidArgumentError: corrupt or cut off, or more than `limit` bytes.
+    """
+    stream = zlib.decompressobj(_WINDOW[encoding])
+    try:
+        plain = stream.decompress(data, limit + 1)
+    except zlib.error as error:
+        # Differs from Triton: it takes garbage for an empty body.
+        raise InvalidArgumentError(f"failed to decompress {encoding} request: {error}") from error
+    if len(plain) > limit:
+        raise InvalidArgumentError(
+            f"Decompressed data size exceeds the maximum allowed value of {limit} bytes. "
+            "Use --http-max-input-size to increase the limit."
+        )
+    if not stream.eof:
+        raise InvalidArgumentError(f"failed to decompress {encoding} request: data are cut off")
+    return plain
+
+
+def compress(parts: Iterable[Buffer], encoding: str) -> list[Buffer]:
+    """The parts of a body as one compressed stream."""
+    stream = zlib.compressobj(wbits=_WINDOW[encoding])
+    packed: list[Buffer] = [stream.compress(part) for part in parts]
+    packed.append(stream.flush())
+    return [part for part in packed if part]
+
+
+def choose_encoding(accept: str) -> str:
+    """The encoding of a reply to this Accept-Encoding: the highest weight, the first of equals.
+
+    `*` and malformed entries are skipped, as Triton does. "" means identity.
+    """
+    best, best_weight = "", 0.0
+    for entry in accept.split(","):
+        name, _, weight_text = entry.strip().partition(";")
+        name = name.strip()
+        if name not in _ENCODINGS:
+            continue
+        weight = _weight(weight_text)
+        if weight is not None and weight > best_weight:
+            best, best_weight = name, weight
+    return "" if best == "identity" else best
+
+
+def _weight(text: str) -> float | None:
+    if not text:
+        return 1.0
+    key, _, value = text.strip().partition("=")
+    if key.strip() != "q":
+        return None
+    try:
+        return float(value)
+    except ValueError:
+        return None

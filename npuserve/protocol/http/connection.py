@@ -1,0 +1,71 @@
+"""A client's socket: receives large bodies straight into their place, small reads for the parser.
+
+uvicorn creates one per connection (it takes a protocol class). A BufferedProtocol of its own, as
+uvicorn's is none: the event loop asks where the next bytes go, so that a large body is copied
+once, from the kernel into the pooled buffer that a worker process can map.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+from npuserve.protocol.http.session import FrontEnd, HttpSession
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class HttpConnection(asyncio.BufferedProtocol):
+    """Socket side of an `HttpSession`."""
+
+    __slots__ = ("_direct", "_read_buffer", "_session")
+
+    def __init__(self, front: FrontEnd, **uvicorn_arguments: Any) -> None:
+        self._session = HttpSession(front, **uvicorn_arguments)
+        self._read_buffer = front.read_buffer
+        self._direct = False
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """Where the next bytes go; the event loop reads at once."""
+        place = self._session.unfilled
+        self._direct = place is not None
+        return self._read_buffer if place is None else place
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """`nbytes` bytes were received."""
+        if self._direct:
+            self._session.received_body(nbytes)
+        else:
+            self._session.received(self._read_buffer[:nbytes])
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """The socket is open."""
+        self._session.connection_made(transport)  # type: ignore[arg-type]
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The socket is closed."""
+        self._session.connection_lost(exc)
+
+    def eof_received(self) -> None:
+        """The client has closed its side: close ours."""
+
+    def pause_writing(self) -> None:
+        """Too much waits to be written."""
+        self._session.pause_writing()
+
+    def resume_writing(self) -> None:
+        """The client has read most of it."""
+        self._session.resume_writing()
+
+
+def connection_class(front: FrontEnd) -> Callable[..., HttpConnection]:
+    """What uvicorn is given as its protocol class: `HttpConnection` with its front end."""
+
+    class BoundHttpConnection(HttpConnection):
+        """An `HttpConnection` of one listener."""
+
+        def __init__(self, **uvicorn_arguments: Any) -> None:
+            super().__init__(front, **uvicorn_arguments)
+
+    return BoundHttpConnection

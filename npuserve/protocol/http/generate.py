@@ -1,0 +1,145 @@
+"""Handlers of generate and generate_stream: one request, any number of JSON replies."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import TYPE_CHECKING
+
+from starlette.responses import Response, StreamingResponse
+
+from npuserve.errors import InvalidArgumentError, NpuserveError, StatusCode
+from npuserve.protocol.http.json_text import parse_json
+from npuserve.protocol.http.reply import error_body
+from npuserve.protocol.http.requests import or_disconnect, read_bytes
+from npuserve.protocol.http.sse import decode_generate, encode_generate, event
+from npuserve.protocol.status import http_status
+from npuserve.request import InferenceRequest
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from starlette.requests import Request
+
+    from npuserve.protocol.http.infer import InferService, InferTarget
+    from npuserve.response import InferenceResponse
+
+_NOT_ONE = (
+    "generate expects model to produce exactly 1 response, use generate stream for model that "
+    "generates various number of responses"
+)
+_EVENTS = "text/event-stream; charset=utf-8"
+
+
+async def generate(service: InferService, request: Request, target: InferTarget) -> Response:
+    """The one response of the model as a JSON object."""
+    answers = await _submit(service, request, target)
+    await or_disconnect(request, answers.wait_end(), answers.abandon)
+    if len(answers.pending) != 1:
+        return Response(error_body(_NOT_ONE), media_type="application/json")
+    body, status = answers.pending[0]
+    return Response(body, status, media_type="application/json")
+
+
+async def generate_stream(service: InferService, request: Request, target: InferTarget) -> Response:
+    """Every response of the model as a server-sent event, as soon as it comes."""
+    answers = await _submit(service, request, target)
+    # The first one fixes the status, so nothing is sent before it.
+    await or_disconnect(request, answers.wait_first(), answers.abandon)
+    status = answers.pending[0][1] if answers.pending else 200
+    return StreamingResponse(answers.events(), status, media_type=_EVENTS)
+
+
+async def _submit(service: InferService, request: Request, target: InferTarget) -> _Answers:
+    """Decode the request and hand it to the core.
+
+    Raises:
+        NpuserveError: before anything ran; an ordinary error reply.
+    """
+    server = service.server
+    metadata = server.model_metadata(target.model, target.version)
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding not in ("", "identity"):
+        raise InvalidArgumentError("Unsupported content-encoding, only 'identity' is supported.")
+    document = parse_json(await read_bytes(request, service.max_input_size))
+    message = decode_generate(document, metadata.inputs)
+    message.parameters.update(service.forwarding.parameters(request.headers.raw))
+    answers = _Answers(message.id)
+    answers.request = InferenceRequest(
+        target.model,
+        message.inputs,
+        answers.add,
+        model_version=server.parse_version(target.version),
+        id=message.id,
+        parameters=message.parameters or None,
+    )
+    server.infer(answers.request)
+    return answers
+
+
+class _Answers:
+    """The responses of one request, encoded, until they are sent.
+
+    Attributes:
+        pending: (JSON, HTTP status it would have) not yet taken.
+        request: set once it exists.
+    """
+
+    def __init__(self, request_id: str) -> None:
+        self.pending: deque[tuple[bytes, int]] = deque()
+        self.request: InferenceRequest
+        self._request_id = request_id
+        self._news = asyncio.Event()
+        self._ended = False
+
+    def add(self, response: InferenceResponse | None, final: bool) -> None:
+        """Callback of the request."""
+        if response is not None:
+            self.pending.append(self._encode(response))
+        self._ended = self._ended or final
+        self._news.set()
+
+    def abandon(self) -> None:
+        """The client has gone, or got all there is."""
+        self._ended = True
+        self._news.set()
+        self.request.cancel()
+
+    async def wait_first(self) -> None:
+        """Until there is a response, or there will be none."""
+        while not (self.pending or self._ended):
+            await self._next()
+
+    async def wait_end(self) -> None:
+        """Until the last response was given."""
+        while not self._ended:
+            await self._next()
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """All responses as events; closing it early cancels the request."""
+        try:
+            while True:
+                while self.pending:
+                    yield event(self.pending.popleft()[0])
+                if self._ended:
+                    return
+                await self._next()
+        finally:
+            self.abandon()
+
+    async def _next(self) -> None:
+        self._news.clear()
+        await self._news.wait()
+
+    def _encode(self, response: InferenceResponse) -> tuple[bytes, int]:
+        try:
+            if response.error is not None:
+                raise response.error
+            model = self.request.model
+            response.model_name = response.model_name or model.name
+            response.model_version = response.model_version or str(model.version)
+            return encode_generate(response, self._request_id), 200
+        except NpuserveError as error:
+            # As Triton: a failure of the model is 400 here, not 500.
+            internal = error.code is StatusCode.INTERNAL
+            return error_body(str(error)), 400 if internal else http_status(error.code)

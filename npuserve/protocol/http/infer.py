@@ -1,0 +1,337 @@
+"""One infer request from its complete body to its complete reply.
+
+Both ways in use it: the connection's own (no ASGI, see `session.py`) and the FastAPI route. It
+decodes, hands the request to the core and encodes what comes back. It knows headers and bodies
+but no connection; the core knows neither.
+"""
+
+from __future__ import annotations
+
+import logging
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, NamedTuple
+
+from npuserve.errors import InternalError, InvalidArgumentError, NpuserveError, UnsupportedError
+from npuserve.protocol.http.access import HeaderForwarding, Restrictions
+from npuserve.protocol.http.codec import InferMessage, decode_infer, decode_raw, encode_infer
+from npuserve.protocol.http.compression import (
+    check_encoding,
+    choose_encoding,
+    compress,
+    decompress,
+)
+from npuserve.protocol.http.json_text import parse_json
+from npuserve.protocol.http.large_json import parse_large_json
+from npuserve.protocol.http.reply import BINARY, JSON, Reply, error_body
+from npuserve.request import InferenceRequest
+
+if TYPE_CHECKING:
+    from asyncio import Future
+    from collections.abc import Callable, Sequence
+    from typing import Any
+
+    from npuserve.options import ServerOptions
+    from npuserve.protocol.shared_memory import RegionSlice, SharedMemoryRegistry
+    from npuserve.response import InferenceResponse
+    from npuserve.server.core import InferenceServer
+    from npuserve.server.model import Model
+    from npuserve.tensor import Buffer
+
+logger = logging.getLogger(__name__)
+
+# JSON or compressed data beyond this are dealt with in a thread: other requests, readiness
+# probes above all, must not wait for them.
+LARGE_DATA_BYTES = 128 * 1024
+
+
+class InferTarget(NamedTuple):
+    """Model and version ("" for the newest) that a path names."""
+
+    model: str
+    version: str
+
+
+class InferHeaders:
+    """The headers of an infer request that mean something; all of them for the rest."""
+
+    __slots__ = ("accept_encoding", "content_encoding", "fields", "json_length")
+
+    def __init__(self, fields: Sequence[tuple[bytes, bytes]]) -> None:
+        self.fields = fields
+        self.json_length: bytes | None = None
+        self.content_encoding = b""
+        self.accept_encoding = b""
+        for name, value in fields:
+            # Lengths first: most headers are told apart without making a lower-case copy.
+            length = len(name)
+            if length == 31 and name.lower() == b"inference-header-content-length":
+                self.json_length = value
+            elif length == 16 and name.lower() == b"content-encoding":
+                self.content_encoding = value
+            elif length == 15 and name.lower() == b"accept-encoding":
+                self.accept_encoding = value
+
+
+class InferService:
+    """What all infer requests of a listener share.
+
+    Args:
+        max_input_size: `--http-max-input-size`, for JSON, raw input and decompressed bodies.
+    """
+
+    def __init__(
+        self, server: InferenceServer, options: ServerOptions, shared_memory: SharedMemoryRegistry
+    ) -> None:
+        self.server = server
+        self.shared_memory = shared_memory
+        self.max_input_size = options.http_max_input_size
+        self.restrictions = Restrictions(options.http_restricted_api)
+        self.forwarding = HeaderForwarding(options.http_header_forward_pattern)
+        self.executor = ThreadPoolExecutor(max_workers=2, thread_name_prefix="http-codec")
+
+    def close(self) -> None:
+        """Stop the threads; nothing may be in flight."""
+        self.executor.shutdown(wait=False, cancel_futures=True)
+
+
+class InferCall:
+    """A request on its way through decoding, the core and encoding.
+
+    Args:
+        respond: called once with the reply, on the loop's thread, unless `cancel` came first.
+    """
+
+    __slots__ = (
+        "_cancelled", "_headers", "_message", "_model", "_request", "_respond", "_response",
+        "_service", "_slices", "_target",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        service: InferService,
+        target: InferTarget,
+        headers: InferHeaders,
+        respond: Callable[[Reply], None],
+    ) -> None:
+        self._service = service
+        self._target = target
+        self._headers = headers
+        self._respond = respond
+        self._message: InferMessage
+        self._model: Model
+        self._request: InferenceRequest | None = None
+        self._response: InferenceResponse | None = None
+        self._slices: dict[str, RegionSlice] = {}
+        self._cancelled = False
+
+    # ------------------------------------------------------------------ way in
+
+    def start(self, body: Buffer) -> None:
+        """Run the request; `body` is whole and belongs to the call from now on."""
+        self._guard(self._start, body)
+
+    def cancel(self) -> None:
+        """The client has gone: stop what can be stopped, never respond."""
+        self._cancelled = True
+        if self._request is not None:
+            self._request.cancel()
+
+    def _start(self, body: Buffer) -> None:
+        service, headers = self._service, self._headers
+        refusal = service.restrictions.refusal("inference", headers.fields)
+        if refusal is not None:
+            self._respond(Reply(403, [error_body(refusal)]))
+            return
+        server = service.server
+        self._model = server.model(self._target.model, server.parse_version(self._target.version))
+        if self._model.decoupled:
+            raise UnsupportedError(
+                "HTTP end point doesn't support models with decoupled transaction policy"
+            )
+        if headers.content_encoding:
+            self._decompress(body)
+        else:
+            self._parse(body)
+
+    def _decompress(self, body: Buffer) -> None:
+        encoding = self._headers.content_encoding.decode("latin-1").strip()
+        check_encoding(encoding)
+        if encoding == "identity":
+            self._parse(body)
+        elif len(body) < LARGE_DATA_BYTES:
+            self._parse(decompress(body, encoding, self._service.max_input_size))
+        else:
+            limit = self._service.max_input_size
+            self._in_thread(decompress, body, encoding, limit, then=self._parse)
+
+    def _parse(self, body: Buffer) -> None:
+        """Cut the body into JSON and binary data, and parse the JSON."""
+        length = self._json_length(len(body))
+        if not length:
+            self._check_size("Raw input", len(body))
+            model = self._model
+            specs = model.input_specs
+            self._submit(decode_raw(body, model.name, specs, model.max_batch_size))
+            return
+        text = body if length == len(body) else memoryview(body)[:length]
+        binary = memoryview(body)[length:]
+        if length < LARGE_DATA_BYTES:
+            self._decode(parse_json(text), binary)
+        else:
+            self._check_size("request JSON", length)
+            self._in_thread(parse_large_json, text, then=lambda value: self._decode(value, binary))
+
+    def _json_length(self, body_length: int) -> int:
+        """Bytes of JSON in the body; 0 means that the body is one raw tensor."""
+        given = self._headers.json_length
+        if given is None:
+            return body_length
+        digits = given.strip().removeprefix(b"+")
+        if not digits.isdigit():
+            raise InvalidArgumentError(
+                f"Unable to parse Inference-Header-Content-Length, got: {given.decode('latin-1')}"
+            )
+        length = int(digits) if len(digits) < 20 else body_length + 1
+        if length > body_length:
+            raise InvalidArgumentError(
+                f"inference header size should be in range (0, {body_length}), "
+                f"got: {given.decode('latin-1')}"
+            )
+        return length
+
+    def _check_size(self, what: str, size: int) -> None:
+        limit = self._service.max_input_size
+        if size <= limit:
+            return
+        kind = "size" if what == "request JSON" else "has a byte_size"
+        raise InvalidArgumentError(
+            f"{what} {kind} of {size} bytes exceeds the maximum allowed input size of {limit} "
+            "bytes. Use --http-max-input-size to increase the limit."
+        )
+
+    def _decode(self, document: Any, binary: Buffer) -> None:
+        regions = self._service.shared_memory
+        self._submit(decode_infer(document, binary, self._target.model, regions.read))
+
+    def _submit(self, message: InferMessage) -> None:
+        self._message = message
+        forwarded = self._service.forwarding.parameters(self._headers.fields)
+        if forwarded:
+            message.parameters.update(forwarded)
+        for name, output in message.outputs.items():
+            if output.region is not None:
+                self._slices[name] = self._service.shared_memory.acquire(*output.region)
+        self._request = InferenceRequest(
+            self._target.model,
+            message.inputs,
+            self._on_response,
+            model_version=self._model.version if self._target.version else -1,
+            id=message.id,
+            requested_outputs=tuple(message.outputs),
+            parameters=message.parameters or None,
+            correlation_id=message.correlation_id,
+            flags=message.flags,
+            priority=message.priority,
+            timeout_us=message.timeout_us,
+        )
+        self._service.server.infer(self._request)
+
+    # ----------------------------------------------------------------- way out
+
+    def _on_response(self, response: InferenceResponse | None, final: bool) -> None:
+        if response is not None:
+            if self._response is None:
+                self._response = response
+            else:
+                error = InternalError("expected a single response, got 2")
+                self._response.error = error
+        if final:
+            self._guard(self._finish)
+            self._request = None  # no reference cycle: its buffers are freed at once
+
+    def _finish(self) -> None:
+        response = self._response
+        if self._cancelled:
+            self._release_regions()
+            return
+        if response is None:
+            raise InternalError("expected a single response, got 0")
+        if response.error is not None:
+            self._fail(response.error)
+            return
+        model = self._request.model if self._request is not None else self._model
+        response.model_name = response.model_name or model.name
+        response.model_version = response.model_version or str(model.version)
+        head, blobs = encode_infer(
+            response,
+            self._message,
+            self._slices,
+            labels=model.labels,
+            batched=model.max_batch_size > 0,
+        )
+        self._release_regions()
+        self._reply(head, blobs)
+
+    def _reply(self, head: bytes, blobs: list[Buffer]) -> None:
+        parts: list[Buffer] = [head, *blobs]
+        headers: list[tuple[bytes, bytes]] = []
+        content_type = JSON
+        if any(blobs):
+            content_type = BINARY
+            headers.append((b"Inference-Header-Content-Length", b"%d" % len(head)))
+        accept = self._headers.accept_encoding
+        encoding = choose_encoding(accept.decode("latin-1")) if accept else ""
+        reply = Reply(200, parts, content_type, headers)
+        if not encoding:
+            self._respond(reply)
+            return
+        headers.append((b"Content-Encoding", encoding.encode()))
+        if sum(map(len, parts)) < LARGE_DATA_BYTES:
+            self._send_packed(reply, compress(parts, encoding))
+        else:
+            self._in_thread(
+                compress, parts, encoding, then=lambda packed: self._send_packed(reply, packed)
+            )
+
+    def _send_packed(self, reply: Reply, packed: Sequence[Buffer]) -> None:
+        reply.parts = packed
+        self._respond(reply)
+
+    # ------------------------------------------------------------------ errors
+
+    def _guard(self, step: Callable[..., None], *arguments: Any) -> None:
+        """Run a step; whatever it raises becomes the reply."""
+        try:
+            step(*arguments)
+        except NpuserveError as error:
+            self._fail(error)
+        except Exception:
+            logger.exception("infer request for model '%s' failed", self._target.model)
+            self._fail(InternalError("internal error, see the server's log"))
+
+    def _fail(self, error: NpuserveError) -> None:
+        self._release_regions()
+        if self._cancelled:
+            return
+        if isinstance(error, UnsupportedError) and self._headers.content_encoding:
+            self._respond(Reply.from_error(error, (b"Accept-Encoding", b"gzip, deflate")))
+        else:
+            self._respond(Reply.from_error(error))
+
+    def _release_regions(self) -> None:
+        for place in self._slices.values():
+            place.release()
+        self._slices.clear()
+
+    def _in_thread(
+        self, function: Callable[..., Any], *arguments: Any, then: Callable[[Any], None]
+    ) -> None:
+        """Call `function` away from the loop and go on with its result."""
+
+        def done(future: Future[Any]) -> None:
+            if not self._cancelled:
+                self._guard(lambda: then(future.result()))
+
+        service = self._service
+        future = service.server.loop.run_in_executor(service.executor, function, *arguments)
+        future.add_done_callback(done)

@@ -1,0 +1,115 @@
+"""A listening socket with uvicorn behind it, on the running event loop.
+
+uvicorn's server is started and stopped step by step instead of by its `serve`: the process's
+signals belong to `app.py`, and its polling main loop is not needed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import socket
+from typing import TYPE_CHECKING, Any
+
+import uvicorn
+
+from npuserve.errors import UnavailableError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import TypeAlias
+
+    Application: TypeAlias = Callable[..., Any]
+
+_BACKLOG = 2048
+
+
+class Listener:
+    """Serves an ASGI application at an address.
+
+    Args:
+        application: what answers the requests.
+        address, port: where to listen; port 0 takes a free one.
+        reuse_port: share the port with other processes.
+        uvicorn_options: further arguments of `uvicorn.Config`.
+    """
+
+    def __init__(
+        self,
+        application: Application,
+        address: str,
+        port: int,
+        *,
+        reuse_port: bool = False,
+        **uvicorn_options: Any,
+    ) -> None:
+        self._address = address
+        self.port = port
+        self._reuse_port = reuse_port
+        self._socket: socket.socket | None = None
+        config = uvicorn.Config(
+            application,
+            lifespan="off",
+            ws="none",
+            log_config=None,
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            date_header=False,
+            **uvicorn_options,
+        )
+        self._uvicorn = uvicorn.Server(config)
+
+    async def start(self) -> None:
+        """Bind and accept.
+
+        Raises:
+            UnavailableError: the address is taken or not of this machine.
+        """
+        server, config = self._uvicorn, self._uvicorn.config
+        if not config.loaded:
+            config.load()
+        server.lifespan = config.lifespan_class(config)
+        self._socket = _bind(self._address, self.port, self._reuse_port)
+        self.port = self._socket.getsockname()[1]
+        await server.startup(sockets=[self._socket])
+
+    @property
+    def connections(self) -> list[Any]:
+        """The protocol objects of the open connections."""
+        return list(self._uvicorn.server_state.connections)
+
+    async def stop(self, grace_s: float) -> None:
+        """Accept no more, wait for the replies in progress, then close what is left."""
+        if self._socket is None:
+            return
+        server = self._uvicorn
+        server.config.timeout_graceful_shutdown = max(1, round(grace_s))
+        listening, self._socket = self._socket, None
+        await server.shutdown(sockets=[listening])
+        for connection in self.connections:
+            connection.transport.abort()
+        await asyncio.gather(*server.server_state.tasks, return_exceptions=True)
+
+
+def _bind(address: str, port: int, reuse_port: bool) -> socket.socket:
+    try:
+        family, kind, protocol, _, place = socket.getaddrinfo(
+            address or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listening = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise UnavailableError(f"cannot listen at '{address}:{port}': {error}") from error
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if reuse_port:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        listening.bind(place)
+        listening.listen(_BACKLOG)  # now, so that a taken port is found here
+        listening.setblocking(False)
+    except OSError as error:
+        listening.close()
+        if error.errno == errno.EADDRINUSE:
+            raise UnavailableError(f"Socket '{address}:{port}' already in use ") from error
+        raise UnavailableError(f"cannot listen at '{address}:{port}': {error}") from error
+    return listening

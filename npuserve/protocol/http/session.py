@@ -1,0 +1,334 @@
+"""The requests of one connection, in order: infer requests run here, all others in uvicorn.
+
+A subclass of uvicorn's httptools protocol. The parser's callbacks look at each request head: an
+infer request becomes an `InferExchange`, which needs no ASGI scope, task or future; any other is
+replayed to uvicorn's own callbacks and so runs the FastAPI application. Order, keep-alive,
+pipelining and shutdown are uvicorn's for both. Bytes come in through `connection.py`.
+
+Written against uvicorn 0.54: it uses the attributes `cycle`, `pipeline`, `flow`, `headers`, `url`
+and the methods overridden below.
+"""
+
+from __future__ import annotations
+
+import re
+import urllib.parse
+from enum import Enum, auto
+from typing import TYPE_CHECKING, Any
+
+import httptools
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from npuserve.buffer_pool import LARGE_TENSOR_BYTES
+from npuserve.protocol.http.exchange import InferExchange
+from npuserve.protocol.http.infer import InferHeaders, InferService, InferTarget
+from npuserve.protocol.http.reply import Reply, error_body
+
+if TYPE_CHECKING:
+    from collections import deque
+
+    from uvicorn._types import ASGI3Application
+
+    from npuserve.options import ServerOptions
+
+_INFER_PATH = re.compile(rb"/v2/models/([^/?#]+)(?:/versions/([0-9]+))?/infer(?:\?.*)?", re.DOTALL)
+_KNOWN_PATHS = 1024  # remembered; a client cannot make it grow without bound
+
+# Time-outs against clients that hold connections without using them, in seconds.
+HEAD_SECONDS = 30.0  # for a request head, from its first byte
+STALL_SECONDS = 120.0  # without a byte of an unfinished body
+DISCARD_SECONDS = 2.0  # reading on after a refused body, so that the client sees the reply
+
+MAX_HEAD_BYTES = 64 * 1024
+_READ_BYTES = 64 * 1024
+
+
+class FrontEnd:
+    """What the connections of a listener share.
+
+    Attributes:
+        read_buffer: where small reads land; the parser copies what it keeps before the next.
+    """
+
+    def __init__(self, infer: InferService, options: ServerOptions) -> None:
+        self.infer = infer
+        self.max_body_size = options.http_max_body_size
+        self.keep_alive_seconds = float(options.http_keep_alive_secs)
+        self.read_buffer = memoryview(bytearray(_READ_BYTES))
+        self._targets: dict[bytes, InferTarget | None] = {}
+
+    def infer_target(self, url: bytes) -> InferTarget | None:
+        """Model and version of an infer path; None for any other path."""
+        try:
+            return self._targets[url]
+        except KeyError:
+            if len(self._targets) >= _KNOWN_PATHS:
+                self._targets.clear()
+            target = self._targets[url] = _parse_infer_path(url)
+            return target
+
+
+def _parse_infer_path(url: bytes) -> InferTarget | None:
+    match = _INFER_PATH.fullmatch(url)
+    if match is None:
+        return None
+    # Differs from Triton: percent-encoded names are decoded.
+    name = urllib.parse.unquote(match[1].decode("latin-1"))
+    return InferTarget(name, (match[2] or b"").decode())
+
+
+class _Phase(Enum):
+    """What the next bytes of the client belong to."""
+
+    IDLE = auto()
+    HEAD = auto()
+    BODY = auto()
+    DISCARD = auto()
+
+
+class HttpSession(HttpToolsProtocol):
+    """See the module; created by `HttpConnection`, one per connection."""
+
+    cycle: InferExchange | RequestResponseCycle | None  # type: ignore[assignment]
+    pipeline: deque[Any]  # (cycle, app) pairs of requests that wait for their turn
+
+    def __init__(self, front: FrontEnd, **uvicorn_arguments: Any) -> None:
+        super().__init__(**uvicorn_arguments)
+        self.front = front
+        self._phase = _Phase.IDLE
+        self._head_bytes = 0
+        # Start of the current phase, or the last byte of a body (loop time).
+        self._since = self.loop.time()
+        self._current: InferExchange | RequestResponseCycle | None = None
+        self._new_parser()
+
+    def _new_parser(self) -> None:
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True, lenient_version=True)
+
+    def lease(self, size: int) -> memoryview:
+        """A pooled buffer for a large body."""
+        return self.front.infer.server.buffer_pool.lease(size)
+
+    # ---------------------------------------------------------------- bytes in
+
+    @property
+    def unfilled(self) -> memoryview | None:
+        """The rest of a large body's buffer, to receive into; None to use the read buffer."""
+        exchange = self.cycle
+        if self._phase is _Phase.BODY and type(exchange) is InferExchange and exchange.unfilled:
+            return exchange.unfilled
+        return None
+
+    def received_body(self, count: int) -> None:
+        """`count` bytes were received into `unfilled`."""
+        self._since = self.loop.time()
+        exchange = self.cycle
+        assert type(exchange) is InferExchange
+        if exchange.body_filled(count):
+            # The parser did not see this body, so another one goes on after it.
+            self._new_parser()
+            self.on_message_complete()
+
+    def received(self, data: memoryview) -> None:
+        """Bytes for the parser; it copies what it keeps."""
+        if self._phase is _Phase.DISCARD or self.transport.is_closing():
+            return
+        if self._phase is _Phase.BODY:
+            self._since = self.loop.time()
+        elif self._phase is _Phase.HEAD:
+            self._head_bytes += len(data)
+            if self._head_bytes > MAX_HEAD_BYTES:
+                self.send_400_response("request head is too large")
+                return
+        self._feed(data)
+
+    def _feed(self, data: memoryview) -> None:
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            # An offer the server may ignore (h2c from Java's client, WebSocket): serve HTTP/1.1.
+            (consumed,) = upgrade.args
+            self._new_parser()
+            if len(data) > consumed:
+                self._feed(data[consumed:])
+        except httptools.HttpParserError as error:
+            self.send_400_response(f"invalid HTTP request: {error}")
+
+    # -------------------------------------------------------- parser callbacks
+
+    def on_message_begin(self) -> None:
+        """A request head begins."""
+        self.url = b""
+        self.headers = []
+        if self._phase is _Phase.DISCARD:
+            return
+        self._phase = _Phase.HEAD
+        self._head_bytes = 0
+        self._since = self.loop.time()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """One header, as sent."""
+        self.headers.append((name, value))
+
+    def on_headers_complete(self) -> None:
+        """Decide who answers the request."""
+        if self._phase is _Phase.DISCARD:
+            return
+        self._phase = _Phase.BODY
+        target = self.front.infer_target(self.url)
+        if target is None or self.parser.get_method() != b"POST" or self._too_many_connections():
+            self._begin_application_request()
+        else:
+            self._begin_infer(target)
+
+    def _too_many_connections(self) -> bool:
+        limit = self.limit_concurrency
+        return limit is not None and len(self.connections) >= limit  # uvicorn answers 503
+
+    def _begin_application_request(self) -> None:
+        """Let uvicorn see the request head that was collected."""
+        url, headers = self.url, self.headers
+        super().on_message_begin()
+        super().on_url(url)
+        for name, value in headers:
+            super().on_header(name, value)
+        super().on_headers_complete()
+
+    def _begin_infer(self, target: InferTarget) -> None:
+        keep_alive = self.parser.should_keep_alive() and self.parser.get_http_version() != "1.0"
+        exchange = InferExchange(self, target, InferHeaders(self.headers), keep_alive)
+        previous, self.cycle = self.cycle, exchange
+        length, exchange.waits_for_continue = _body_headers(self.headers)
+        if length > LARGE_TENSOR_BYTES:
+            exchange.expect_body(length)
+        if previous is None or previous.response_complete:
+            self._start_asgi_task(exchange, self.app)
+        else:
+            self.flow.pause_reading()
+            self.pipeline.appendleft((exchange, self.app))
+
+    def on_body(self, body: bytes) -> None:
+        """A part of the body."""
+        exchange = self.cycle
+        if type(exchange) is InferExchange:
+            exchange.add_body(body)
+        else:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """The request is whole."""
+        if self._phase is not _Phase.DISCARD:
+            self._phase = _Phase.IDLE
+        exchange = self.cycle
+        if type(exchange) is InferExchange:
+            exchange.body_complete()
+        else:
+            super().on_message_complete()
+
+    # --------------------------------------------------------------- responses
+
+    def _start_asgi_task(self, cycle: Any, app: ASGI3Application) -> None:
+        """A request's turn has come."""
+        self._current = cycle
+        if type(cycle) is InferExchange:
+            cycle.become_current()
+        else:
+            super()._start_asgi_task(cycle, app)
+
+    def send(self, reply: Reply, keep_alive: bool) -> None:
+        """Write the reply of the current infer request."""
+        transport = self.transport
+        if transport.is_closing():  # uvloop raises on a write to a closed transport
+            return
+        head, parts = reply.head(keep_alive), reply.parts
+        if sum(map(len, parts)) < LARGE_TENSOR_BYTES:
+            transport.write(b"".join((head, *parts)))
+        else:
+            transport.writelines((head, *parts))
+        if not keep_alive and self._phase is not _Phase.DISCARD:
+            transport.close()
+        self.on_response_complete()
+
+    def on_response_complete(self) -> None:
+        """A reply was written: the next request's turn, or wait for one."""
+        self.server_state.total_requests += 1
+        self._current = None
+        if self.transport.is_closing():
+            return
+        if self.pipeline:
+            self.loop.call_soon(self._start_next)
+            return
+        if self._phase is _Phase.IDLE:
+            self._since = self.loop.time()
+        # A client that does not read its replies may not send further requests.
+        if self.flow.write_paused:
+            self.flow.pause_reading()
+        else:
+            self.flow.resume_reading()
+
+    def _start_next(self) -> None:
+        if self.pipeline and self._current is None and not self.transport.is_closing():
+            cycle, app = self.pipeline.pop()
+            if not self.pipeline:
+                self.flow.resume_reading()
+            self._start_asgi_task(cycle, app)
+
+    def resume_writing(self) -> None:
+        """The client reads again."""
+        super().resume_writing()
+        if self._current is None and not self.pipeline:
+            self.flow.resume_reading()
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse bytes that are no HTTP request, and close."""
+        if not self.transport.is_closing():
+            reply = Reply(400, [error_body(msg)])
+            self.transport.write(reply.head(keep_alive=False) + b"".join(reply.parts))
+            self.transport.close()
+
+    def discard_input(self) -> None:
+        """Throw away what the client still sends; the connection closes soon."""
+        self._phase = _Phase.DISCARD
+        self._since = self.loop.time()
+
+    # ------------------------------------------------------------------ the end
+
+    def expire(self, now: float) -> None:
+        """Close the connection if its client took too long; called every few seconds."""
+        waiting_for_client = self._current is None or self._phase is not _Phase.IDLE
+        limit = {
+            _Phase.IDLE: self.front.keep_alive_seconds,
+            _Phase.HEAD: HEAD_SECONDS,
+            _Phase.BODY: STALL_SECONDS,
+            _Phase.DISCARD: DISCARD_SECONDS,
+        }[self._phase]
+        if self.flow.write_paused and self._current is None:
+            if now - self._since > STALL_SECONDS:
+                self.transport.abort()
+        elif waiting_for_client and not self.flow.read_paused and now - self._since > limit:
+            self.transport.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The client has gone: cancel what it asked for."""
+        for cycle in (self._current, self.cycle):
+            if type(cycle) is InferExchange:
+                cycle.abandon()
+            elif isinstance(cycle, RequestResponseCycle):
+                cycle.disconnected = True
+                cycle.message_event.set()
+        self.pipeline.clear()
+        self.cycle = self._current = None
+        super().connection_lost(exc)
+
+
+def _body_headers(headers: list[tuple[bytes, bytes]]) -> tuple[int, bool]:
+    """Declared length of the body (0 for none or chunks), and whether to send 100 Continue."""
+    length, expects = 0, False
+    for name, value in headers:
+        size = len(name)
+        if size == 14 and name.lower() == b"content-length":
+            length = int(value)  # the parser accepted it
+        elif size == 6 and name.lower() == b"expect":
+            expects = value.lower() == b"100-continue"
+    return length, expects
