@@ -67,6 +67,16 @@ class ServerServices(Protocol):
             NpuserveError: refused; nothing was queued and `on_response` will not be called.
         """
 
+    def model(self, name: str, version: int = -1) -> Any:
+        """The ready model version (server/model.py), -1 for the newest.
+
+        Raises:
+            NotFoundError, UnavailableError: there is none.
+        """
+
+    def parse_version(self, text: str) -> int:
+        """The version number of a text; "" is -1. Raises InvalidArgumentError."""
+
     async def load_model(
         self, name: str, config_json: str | None = None, files: Mapping[str, bytes] | None = None
     ) -> None:

@@ -1,0 +1,1 @@
+"""Execution of Python models: worker processes, threads, and the helper module they import."""

@@ -1,0 +1,485 @@
+"""A worker process: one model instance behind a channel.
+
+The main thread runs the model. There is no thread that reads the channel: whoever waits for
+something (the main thread for a batch, a model's thread for the answer of another model) reads
+until it has come and hands out what else arrives. A model with `async def execute` has an event
+loop in the main thread that reads instead.
+
+Runs in every interpreter a worker may have: standard library and NumPy only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from npuserve.backends.worker import wire
+from npuserve.backends.worker.channel import Channel
+from npuserve.backends.worker.host import ModelFailedError, ModelHost, describe
+from npuserve.backends.worker.loader import import_plainly
+from npuserve.backends.worker.pb_request import (
+    InferenceRequest,
+    InferenceResponse,
+)
+from npuserve.backends.worker.pb_tensor import Tensor, TritonModelException
+from npuserve.backends.worker.port import Mailbox
+
+_INTERNAL = wire.STATUS_NAMES.index("INTERNAL")
+
+_now_ns = time.monotonic_ns
+
+
+class ServerGoneError(TritonModelException):
+    """The server ended while the model waited for an answer of it."""
+
+
+class Worker:
+    """The port of a model in its own process, and the loop that feeds the model."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._host: ModelHost | None = None
+        self._batches: deque[Any] = deque()
+        self._calls: dict[int, Mailbox] = {}
+        self._next_call = 1
+        self._cancelled: set[Any] = set()
+        self._stopping = False  # STOP came, or the server is gone
+        self._gone = False
+        self._forked = False  # this is not the worker, but a process that the model forked
+        # Who reads the channel. invariant: a thread blocked in `receive` has _reading set.
+        self._turn = threading.Condition()
+        self._reading = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        os.register_at_fork(after_in_child=self._after_fork)
+
+    # -- life ---------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Be what the INIT message says, until the end."""
+        message = self._channel.receive()
+        if message is None:
+            return
+        init = message[2]
+        os.environ.update(init["env"])
+        if init["mode"] == "auto_complete":
+            self._auto_complete(init["spec"])
+            return
+        host = self._host = ModelHost(init["spec"], self, import_plainly)
+        try:
+            host.initialize()
+        except ModelFailedError as error:
+            self._leave_if_forked()
+            self._finalize(host)
+            self._channel.send(wire.FAILED, (_INTERNAL, str(error)))
+            return
+        self._leave_if_forked()
+        self._channel.send(wire.READY, {"async": host.is_async})
+        if host.is_async:
+            loop = asyncio.new_event_loop()
+            asyncio.set_event_loop(loop)
+            # Never closed: closing waits for threads, and the process ends anyway.
+            loop.run_until_complete(self._serve_async(host))
+        else:
+            self._serve(host)
+        self._finalize(host)
+        self._channel.send(wire.STOPPED, None)
+
+    def _auto_complete(self, spec: dict[str, Any]) -> None:
+        try:
+            config = ModelHost(spec, self, import_plainly).auto_complete()
+        except ModelFailedError as error:
+            self._channel.send(wire.FAILED, (_INTERNAL, str(error)))
+        else:
+            self._channel.send(wire.READY, {"config": config})
+
+    def _finalize(self, host: ModelHost) -> None:
+        try:
+            host.finalize()
+        except ModelFailedError as error:
+            self.log("ERROR", f"finalize failed: {error}", __file__, 0)
+
+    def _after_fork(self) -> None:
+        self._forked = True
+        self._channel.close_after_fork()
+
+    def _leave_if_forked(self) -> None:
+        """A process forked by the model came out of the model's method: it must not serve."""
+        if self._forked:
+            flush()
+            os._exit(0)
+
+    # -- batches ------------------------------------------------------------------------------
+
+    def _serve(self, host: ModelHost) -> None:
+        batches = self._batches
+        while True:
+            if not batches:
+                self._read_until(lambda: bool(batches) or self._stopping)
+            if not batches:
+                return
+            self._run(host, batches.popleft())
+
+    def _run(self, host: ModelHost, payload: Any) -> None:
+        batch_id = payload[0]
+        requests = self._requests(host, payload)
+        input_ready = _now_ns()
+        error = None
+        outcomes: Any = ()
+        try:
+            outcomes = host.execute(requests)
+        except ModelFailedError as failure:
+            error = (_INTERNAL, str(failure))
+        if self._forked:
+            self._leave_if_forked()
+        self._finish(host, batch_id, requests, outcomes, (input_ready, _now_ns(), error))
+
+    async def _serve_async(self, host: ModelHost) -> None:
+        loop = self._loop = asyncio.get_running_loop()
+        stopped = loop.create_future()
+        running: set[asyncio.Task[None]] = set()
+
+        def start_batches() -> None:
+            while self._batches:
+                task = loop.create_task(self._run_async(host, self._batches.popleft()))
+                running.add(task)
+                task.add_done_callback(running.discard)
+            if self._stopping and not stopped.done():
+                stopped.set_result(None)
+
+        def readable() -> None:
+            self._read_available()
+            start_batches()
+
+        main_thread = threading.get_ident()
+
+        def arrived() -> None:
+            # Another thread may be the one that reads a batch.
+            own = threading.get_ident() == main_thread
+            (loop.call_soon if own else loop.call_soon_threadsafe)(start_batches)
+
+        self._batches_arrived = arrived
+        loop.add_reader(self._channel.socket, readable)
+        start_batches()
+        await stopped
+        loop.remove_reader(self._channel.socket)
+        self._loop = None
+        if running and not self._gone:
+            await asyncio.wait(running)
+
+    _batches_arrived: Callable[[], object] | None = None
+
+    async def _run_async(self, host: ModelHost, payload: Any) -> None:
+        batch_id = payload[0]
+        requests = self._requests(host, payload)
+        input_ready = _now_ns()
+        error = None
+        outcomes: Any = ()
+        try:
+            outcomes = await host.execute_async(requests)
+        except ModelFailedError as failure:
+            error = (_INTERNAL, str(failure))
+        if self._forked:
+            self._leave_if_forked()
+        self._finish(host, batch_id, requests, outcomes, (input_ready, _now_ns(), error))
+
+    def _requests(self, host: ModelHost, payload: Any) -> list[InferenceRequest]:
+        batch_id, items = payload
+        make = host.request
+        return [
+            make((batch_id, index), self._tensors(tensors), fields)
+            for index, (tensors, fields) in enumerate(items)
+        ]
+
+    def _tensors(self, tensors: Any) -> list[Tensor]:
+        make, borrow = Tensor._from_wire, self._channel.link.borrow
+        return [
+            make(name, code, shape, data if type(data) is bytes else borrow(data))
+            for name, code, shape, data in tensors
+        ]
+
+    def _finish(
+        self,
+        host: ModelHost,
+        batch_id: int,
+        requests: list[InferenceRequest],
+        outcomes: Any,
+        marks: Any,
+    ) -> None:
+        """Send the result of a batch. Empties the lists: input memory goes back with it."""
+        input_ready, output_ready, error = marks
+        with self._channel.lock:
+            results = [
+                outcome
+                if outcome is None or type(outcome) is int
+                else self._response(outcome, host.kept_outputs(request))
+                for request, outcome in zip(requests, outcomes)  # noqa: B905 - Python 3.9
+            ]
+            requests.clear()
+            del outcomes
+            self._channel.send(wire.RESULT, (batch_id, input_ready, output_ready, results, error))
+        if self._cancelled:
+            self._cancelled = {key for key in self._cancelled if key[0] != batch_id}
+
+    def _response(self, response: InferenceResponse, names: Any) -> Any:
+        """A response as it travels. Under the channel's lock."""
+        error = response._error
+        if error is not None:
+            return (), response._parameters, error._to_wire()
+        try:
+            tensors = [
+                self._tensor(tensor) for tensor in response._outputs if tensor._name in names
+            ]
+        except Exception as failure:  # text that cannot be encoded, memory that cannot be had
+            return (), None, (_INTERNAL, f"output of the model cannot be sent: {failure}")
+        return tensors, response._parameters, None
+
+    def _tensor(self, tensor: Tensor) -> Any:
+        data = tensor._to_wire()
+        size = data.nbytes if type(data) is not bytes else len(data)
+        if size >= wire.INLINE_BYTES:
+            data = self._channel.link.lend(data)
+        return tensor._name, tensor._code, tensor._shape, data
+
+    # -- reading ------------------------------------------------------------------------------
+
+    def _read_until(self, ready: Callable[[], bool]) -> None:
+        """Return once `ready()`, reading the channel unless another thread does."""
+        turn = self._turn
+        while True:
+            with turn:
+                while self._reading and not ready():
+                    turn.wait()
+                if ready():
+                    return
+                self._reading = True
+            message = self._channel.receive()
+            with turn:
+                self._dispatch(message)
+                self._reading = False
+                turn.notify_all()
+
+    def _read_available(self) -> None:
+        """Take in what has arrived, without waiting."""
+        with self._turn:
+            if self._reading:
+                return
+            try:
+                while not self._gone:
+                    self._dispatch(self._channel.receive(socket.MSG_DONTWAIT))
+            except BlockingIOError:
+                pass  # nothing more
+            self._turn.notify_all()
+
+    def _dispatch(self, message: wire.Message | None) -> None:
+        if message is None:
+            self._server_gone()
+            return
+        kind, _, payload = message
+        if kind == wire.EXECUTE:
+            self._batches.append(payload)
+            self._announce_batches()
+        elif kind == wire.CANCEL:
+            self._cancelled.add(payload)
+        elif kind == wire.ANSWER:
+            call_id, ok, value = payload
+            self._calls.pop(call_id).put((ok, value))
+        elif kind == wire.INFER_RESPONSE:
+            self._infer_response(payload)
+        elif kind == wire.STOP:
+            self._stopping = True
+            self._announce_batches()
+
+    def _announce_batches(self) -> None:
+        if self._batches_arrived is not None:
+            self._batches_arrived()
+
+    def _server_gone(self) -> None:
+        self._gone = self._stopping = True
+        calls, self._calls = self._calls, {}
+        for mailbox in calls.values():
+            mailbox.put(None)
+        self._announce_batches()
+
+    def _infer_response(self, payload: Any) -> None:
+        call_id, response, final = payload
+        mailbox = self._calls.pop(call_id, None) if final else self._calls.get(call_id)
+        if mailbox is None:
+            return
+        if response is not None:
+            tensors, parameters, error = response
+            response = InferenceResponse._from_wire(self._tensors(tensors), parameters, error)
+        mailbox.put((response, final))
+
+    # -- Port ---------------------------------------------------------------------------------
+
+    def respond(
+        self, key: Any, response: InferenceResponse | None, names: Any, final: bool
+    ) -> None:
+        """See `Port.respond`."""
+        if self._forked:
+            return
+        with self._channel.lock:
+            item = None if response is None else self._response(response, names)
+            self._channel.send(wire.RESPONSES, ((key, item, final),))
+
+    def is_cancelled(self, key: Any) -> bool:
+        """See `Port.is_cancelled`."""
+        if key not in self._cancelled:
+            self._read_available()
+        return key in self._cancelled
+
+    def infer(self, request: InferenceRequest, decoupled: bool) -> Mailbox:
+        """See `Port.infer`."""
+        mailbox = self._open_call()
+        fields = (
+            request._request_id, request._correlation_id, request._flags, request._timeout,
+            request._priority, request._parameters, request._output_names, request._trace,
+        )  # fmt: skip
+        with self._channel.lock:
+            tensors = [self._tensor(tensor) for tensor in request._inputs]
+            self._channel.send(
+                wire.INFER,
+                (
+                    mailbox.handle, request._model_name, request._model_version,
+                    (tensors, fields), decoupled,
+                ),
+            )  # fmt: skip
+        return mailbox
+
+    def cancel_infer(self, mailbox: Mailbox) -> None:
+        """See `Port.cancel_infer`."""
+        if mailbox.handle in self._calls:
+            self._channel.send(wire.INFER_CANCEL, mailbox.handle)
+
+    def _open_call(self) -> Mailbox:
+        if self._forked:
+            raise TritonModelException("a process forked by the model cannot call the server")
+        with self._turn:
+            call_id = self._next_call
+            self._next_call = call_id + 1
+            mailbox = Mailbox(call_id)
+            if self._gone:
+                mailbox.put(None)
+            else:
+                self._calls[call_id] = mailbox
+            return mailbox
+
+    def wait(self, mailbox: Mailbox) -> Any:
+        """See `Port.wait`."""
+        items = mailbox.items
+        if not items:
+            self._read_until(lambda: bool(items))
+        return _opened(items.popleft())
+
+    async def wait_async(self, mailbox: Mailbox) -> Any:
+        """See `Port.wait_async`."""
+        loop = asyncio.get_running_loop()
+        if self._loop is None:  # a loop of the model's own: nobody reads but who waits
+            return await loop.run_in_executor(None, self.wait, mailbox)
+        if not mailbox.items:
+            arrived = asyncio.Event()
+            mailbox.wake = (
+                arrived.set
+                if loop is self._loop
+                else lambda: loop.call_soon_threadsafe(arrived.set)
+            )
+            if mailbox.items:  # it came before `wake` was set, read by another thread
+                arrived.set()
+            await arrived.wait()
+        return _opened(mailbox.items.popleft())
+
+    def call(self, method: str, *args: Any) -> Any:
+        """See `Port.call`."""
+        mailbox = self._open_call()
+        self._channel.send(wire.CALL, (mailbox.handle, method, args))
+        ok, value = self.wait(mailbox)
+        if not ok:
+            raise TritonModelException(value)
+        return value
+
+    def notify(self, method: str, *args: Any) -> None:
+        """See `Port.notify`."""
+        if not self._forked:
+            self._channel.send(wire.CALL, (0, method, args))
+
+    def log(self, level: str, text: str, file: str, line: int) -> None:
+        """See `Port.log`."""
+        if not self._forked:
+            flush()  # keeps the order with what was printed before
+            self._channel.send(wire.LOG, (level, text, file, line))
+
+
+def _opened(item: Any) -> Any:
+    if item is None:
+        raise ServerGoneError("the server ended")
+    return item
+
+
+class _LogHandler(logging.Handler):
+    """Log records of user code that no handler of its own takes."""
+
+    def __init__(self, worker: Worker) -> None:
+        super().__init__()
+        self._worker = worker
+
+    def emit(self, record: logging.LogRecord) -> None:
+        level = "INFO"
+        if record.levelno >= logging.ERROR:
+            level = "ERROR"
+        elif record.levelno >= logging.WARNING:
+            level = "WARNING"
+        self._worker.log(level, self.format(record), record.pathname, record.lineno)
+
+
+def flush() -> None:
+    """Push out what the model printed."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError, AttributeError):
+            continue  # closed or replaced by the model
+
+
+def take_output(fd: int) -> None:
+    """Make `fd` stdout and stderr, as UTF-8 whatever the locale, line by line.
+
+    One pipe for both, so that lines keep their order.
+    """
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+    os.close(fd)
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        stream = open(  # noqa: SIM115 - lives as long as the process
+            number, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False
+        )
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+
+
+def main(channel_fd: int, output_fd: int) -> NoReturn:
+    """Life of a freshly forked worker. Never returns: threads the model left do not hold it."""
+    code = 1
+    try:
+        take_output(output_fd)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server to handle
+        worker = Worker(Channel(socket.socket(fileno=channel_fd)))
+        # Python's default shows warnings only on a bare stderr, without the model's name.
+        logging.lastResort = _LogHandler(worker)
+        worker.run()
+        atexit._run_exitfuncs()
+        code = 0
+    except BaseException as error:
+        sys.stderr.write(f"worker process failed: {describe(error)}\n")
+    finally:
+        flush()
+        os._exit(code)

@@ -1,0 +1,146 @@
+"""The server's end of a worker's channel. Runs on the event loop and never blocks."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from npuserve.backends.worker import wire
+from npuserve.backends.worker.channel import ANCILLARY_BYTES, ROOM_BYTES, fds_of, rights
+from npuserve.backends.worker.shm import SharedMemoryLink
+
+if TYPE_CHECKING:
+    from npuserve.buffer_pool import BufferPool
+
+# Give memory back to the worker without waiting for the next batch when this much has gathered.
+_RETURN_COUNT = 8
+_RETURN_BYTES = 16 << 20
+
+
+class Connection:
+    """The channel of one worker process, from its start to its death. Loop thread only.
+
+    Args:
+        on_message: gets (kind, payload).
+        on_lost: called once when the worker closed its end.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        pool: BufferPool,
+        on_message: Callable[[int, Any], None],
+        on_lost: Callable[[], None],
+    ) -> None:
+        self._loop = loop
+        self.link = SharedMemoryLink(pool, self._memory_waits)
+        self._on_message = on_message
+        self._on_lost = on_lost
+        self._socket, self.peer = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.setblocking(False)
+        self._room = memoryview(bytearray(ROOM_BYTES))
+        # Messages the full socket did not take; invariant: not empty ⇔ a writer is registered.
+        self._backlog: deque[tuple[bytes, list[int]]] = deque()
+        self._return_announced = False
+        self.closed = False
+        loop.add_reader(self._socket, self._on_readable)
+
+    def close(self) -> None:
+        """Drop the channel and everything lent through it."""
+        if self.closed:
+            return
+        self.closed = True
+        self._loop.remove_reader(self._socket)
+        if self._backlog:
+            self._loop.remove_writer(self._socket)
+            self._backlog.clear()
+        self._socket.close()
+        self.link.close()
+
+    # -- sending ------------------------------------------------------------------------------
+
+    def send(self, kind: int, payload: Any) -> None:
+        """Send a message, now or as soon as the socket takes it."""
+        if self.closed:
+            return
+        memory, fds = self.link.take_memory()
+        data = wire.pack(kind, memory, payload)
+        if len(data) <= wire.MAX_DATAGRAM_BYTES:
+            self._put(data, fds)
+            return
+        if fds:  # they have to be known before anything refers to their blocks
+            self._put(wire.pack(wire.MEMORY, memory, None), fds)
+            data = wire.pack(kind, None, payload)
+        reference = self.link.lend(data)
+        memory, fds = self.link.take_memory()
+        self._put(wire.pack(wire.SPILLED, memory, reference), fds)
+
+    def _put(self, data: bytes, fds: list[int]) -> None:
+        if self._backlog:
+            self._backlog.append((data, fds))
+        elif not self._try_send(data, fds):
+            self._backlog.append((data, fds))
+            self._loop.add_writer(self._socket, self._on_writable)
+
+    def _try_send(self, data: bytes, fds: list[int]) -> bool:
+        try:
+            if fds:
+                self._socket.sendmsg([data], rights(fds))
+            else:
+                self._socket.send(data)
+        except BlockingIOError:
+            return False
+        except (BrokenPipeError, ConnectionResetError):
+            return True  # the worker is dead; reading the end of the channel deals with it
+        return True
+
+    def _on_writable(self) -> None:
+        backlog = self._backlog
+        while backlog:
+            if not self._try_send(*backlog[0]):
+                return
+            backlog.popleft()
+        self._loop.remove_writer(self._socket)
+
+    def _memory_waits(self, count: int, size: int) -> None:
+        """In any thread: views of the worker's memory are gone, its tokens wait to go back."""
+        if (count >= _RETURN_COUNT or size >= _RETURN_BYTES) and not self._return_announced:
+            self._return_announced = True
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the worker is gone too
+                self._loop.call_soon_threadsafe(self._return_memory)
+
+    def _return_memory(self) -> None:
+        self._return_announced = False
+        if not self.closed and self.link.has_news:
+            self.send(wire.MEMORY, None)
+
+    # -- receiving ----------------------------------------------------------------------------
+
+    def _on_readable(self) -> None:
+        try:
+            size, ancillary, _, _ = self._socket.recvmsg_into([self._room], ANCILLARY_BYTES)
+        except BlockingIOError:
+            return
+        except ConnectionResetError:
+            size, ancillary = 0, []
+        if not size:
+            self._lost()
+            return
+        try:
+            message = wire.unpack(self._room[:size])
+            if message[1] is not None:
+                self.link.accept_memory(message[1], fds_of(ancillary))
+            if message[0] == wire.SPILLED:
+                message = wire.unpack(self.link.borrow(message[2]))
+        except wire.WireError:
+            self._lost()
+            return
+        self._on_message(message[0], message[2])
+
+    def _lost(self) -> None:
+        self.close()
+        self._on_lost()

@@ -1,0 +1,98 @@
+"""What one instance needs to start its worker: interpreter, environment, description."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from npuserve.backends.worker.process import ForkServer, OutputReader, WorkerProcess
+from npuserve.backends.worker.services import ModelServices
+from npuserve.model_config import config_to_json
+
+if TYPE_CHECKING:
+    from npuserve.backends.base import BackendModelContext, Placement
+    from npuserve.backends.worker.call_graph import Caller
+    from npuserve.backends.worker.settings import WorkerSettings
+    from npuserve.buffer_pool import BufferPool
+
+
+def model_spec(context: BackendModelContext, placement: Placement | None, file: Path) -> Any:
+    """The description of an instance that `ModelHost` reads: plain values.
+
+    Args:
+        placement: None for auto-completion, which belongs to no instance.
+        file: of the model's class.
+    """
+    return {
+        "name": context.name,
+        "version": context.version,
+        "model_dir": str(context.model_dir),
+        "version_dir": str(context.version_dir),
+        "file": str(file),
+        "config": config_to_json(context.config),
+        "instance_name": placement.name if placement else context.name,
+        "kind": placement.kind if placement else "CPU",
+        "device_id": placement.device_id if placement else 0,
+    }
+
+
+@dataclass
+class Launcher:
+    """How the worker of one instance is started, as often as needed."""
+
+    context: BackendModelContext
+    placement: Placement
+    file: Path
+    settings: WorkerSettings
+    fork_server: ForkServer
+    buffer_pool: BufferPool
+    caller: Caller
+    environment: dict[str, str]
+
+    def __post_init__(self) -> None:
+        self.services = ModelServices(self.context, self.caller)
+
+    @property
+    def log(self) -> logging.Logger:
+        """Logger of the model."""
+        return self.context.log
+
+    @property
+    def decoupled(self) -> bool:
+        """Whether the model is decoupled."""
+        return self.context.config.model_transaction_policy.decoupled
+
+    def init_message(self) -> dict[str, Any]:
+        """Payload of the INIT message."""
+        spec = model_spec(self.context, self.placement, self.file)
+        return {"mode": "serve", "spec": spec, "env": self.environment}
+
+    async def start(self, peer: socket.socket) -> tuple[WorkerProcess, OutputReader]:
+        """Fork a worker that has `peer` as its channel; takes over `peer`.
+
+        Raises:
+            InternalError: the interpreter does not come up.
+        """
+        return await start_worker(self.fork_server, peer, self.settings.start_timeout_s, self.log)
+
+
+async def start_worker(
+    fork_server: ForkServer, peer: socket.socket, timeout_s: float, log: logging.Logger
+) -> tuple[WorkerProcess, OutputReader]:
+    """Fork a worker; what it prints goes to `log` line by line. Takes over `peer`."""
+    reading, writing = os.pipe2(os.O_CLOEXEC)
+    with contextlib.closing(peer):
+        try:
+            process = await fork_server.fork([peer.fileno(), writing], timeout_s)
+        except BaseException:
+            os.close(reading)
+            raise
+        finally:
+            os.close(writing)
+    output = OutputReader(fork_server.loop, reading, lambda line: log.info("%s", line))
+    return process, output

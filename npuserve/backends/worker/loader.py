@@ -1,0 +1,112 @@
+"""Importing model.py: plainly in a worker process, into a private namespace in the server's own.
+
+Both ways `import helper` and `from .helper import x` find files beside model.py.
+"""
+
+from __future__ import annotations
+
+import builtins
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import itertools
+import os
+import sys
+from types import ModuleType
+from typing import Any
+
+from npuserve.backends.worker.pb_utils import ALIASES
+
+
+def import_plainly(path: str, pb_utils: ModuleType) -> ModuleType:
+    """Import `path` in an interpreter that belongs to this model instance.
+
+    As in Triton, the module's directory and the one above are on sys.path, and the directory is
+    the module's package (such as `1.model`), so relative imports work.
+    """
+    for name in ALIASES:
+        sys.modules[name] = pb_utils
+    directory, file = os.path.split(path)
+    sys.path[:0] = [directory, os.path.dirname(directory)]
+    package = os.path.basename(directory)
+    return _load_package_member(package, directory, file)
+
+
+def _load_package_member(package: str, directory: str, file: str) -> ModuleType:
+    if package not in sys.modules:
+        spec = importlib.machinery.ModuleSpec(package, None, is_package=True)
+        spec.submodule_search_locations = [directory]
+        sys.modules[package] = importlib.util.module_from_spec(spec)
+    return importlib.import_module(f"{package}.{os.path.splitext(file)[0]}")
+
+
+class PrivateNamespace(importlib.abc.MetaPathFinder):
+    """The modules beside one model.py, apart from those of every other model in the process.
+
+    A package of a unique name stands for the directory. Code in it gets an `__import__` of its
+    own, which looks into the directory first, so two models may both `import utils`. What this
+    cannot separate: sys.path, os.environ, the working directory, stdout, and modules imported by
+    `importlib.import_module` with a plain name.
+    """
+
+    _numbers = itertools.count(1)
+
+    def __init__(self, path: str, pb_utils: ModuleType) -> None:
+        self._directory, self._file = os.path.split(path)
+        self._package = f"npuserve_model_{next(self._numbers)}"
+        self._pb_utils = pb_utils
+        self._builtins = dict(vars(builtins), __import__=self._import)
+
+    def load(self) -> ModuleType:
+        """Import the model's file."""
+        for name in ALIASES:  # for libraries outside the directory that import it
+            sys.modules.setdefault(name, self._pb_utils)
+        sys.meta_path.insert(0, self)
+        return _load_package_member(self._package, self._directory, self._file)
+
+    def unload(self) -> None:
+        """Forget the modules."""
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+        prefix = self._package + "."
+        for name in [n for n in sys.modules if n == self._package or n.startswith(prefix)]:
+            del sys.modules[name]
+
+    def find_spec(
+        self, fullname: str, path: Any = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """Find a module of the private package and have it run with the private builtins."""
+        if not fullname.startswith(self._package + "."):
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        if spec is not None and isinstance(spec.loader, importlib.machinery.SourceFileLoader):
+            spec.loader = _PrivateLoader(fullname, spec.loader.path, self._builtins)
+        return spec
+
+    def _import(
+        self, name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0
+    ) -> ModuleType:
+        if level == 0:
+            top = name.partition(".")[0]
+            if top in ALIASES:
+                return self._pb_utils
+            private = f"{self._package}.{top}"
+            if private in sys.modules or importlib.machinery.PathFinder.find_spec(
+                private, [self._directory]
+            ):
+                module = importlib.import_module(f"{self._package}.{name}")
+                if not fromlist:
+                    return sys.modules[private]
+                return builtins.__import__(module.__name__, globals, locals, fromlist, 0)
+        return builtins.__import__(name, globals, locals, fromlist, level)
+
+
+class _PrivateLoader(importlib.machinery.SourceFileLoader):
+    def __init__(self, name: str, path: str, private_builtins: dict[str, Any]) -> None:
+        super().__init__(name, path)
+        self._builtins = private_builtins
+
+    def exec_module(self, module: ModuleType) -> None:
+        vars(module)["__builtins__"] = self._builtins
+        super().exec_module(module)
