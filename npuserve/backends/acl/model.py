@@ -1,0 +1,322 @@
+"""A model file loaded on a card: its description, its datasets.
+
+One model id must never be executed twice at the same time; whoever owns a `LoadedModel` calls it
+from one thread and queues its executions on one stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from npuserve.backends.acl import codes
+from npuserve.backends.acl.gears import Dims, Gear
+from npuserve.backends.acl.runtime import Owned, Stream
+from npuserve.errors import InternalError, UnsupportedError
+
+if TYPE_CHECKING:
+    from npuserve.backends.acl.library import AclLibrary
+
+
+class ModelKind(Enum):
+    """How the shapes of a model file may vary."""
+
+    STATIC = "static"
+    BATCH_GEARS = "dynamic batch"
+    IMAGE_GEARS = "dynamic image size"
+    DIMS_GEARS = "dynamic dims"
+    RANGES = "dynamic shape"
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One input or output as the model file describes it.
+
+    Attributes:
+        index: position in the dataset.
+        name: as in the file; outputs usually read `node:0:tensor`.
+        dims: complete, batch axis included; -1 where the length varies.
+        size: bytes; of the largest gear; 0 when unknown (dynamic shape).
+        format: `aclFormat` number.
+    """
+
+    index: int
+    name: str
+    datatype: str
+    acl_datatype: int
+    dims: Dims
+    size: int
+    format: int
+
+    @property
+    def tensor_name(self) -> str:
+        """Name without the node: the last part of `node:0:tensor`."""
+        return self.name.rsplit(":", 1)[-1]
+
+
+@dataclass(frozen=True)
+class ModelDescription:
+    """What a model file takes and gives.
+
+    Attributes:
+        inputs: data inputs only.
+        gear_input: index of the extra input that carries the gear, None without gears.
+        gear_input_size: its bytes.
+        gears: empty for `RANGES`; one for `STATIC`.
+    """
+
+    kind: ModelKind
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    gears: tuple[Gear, ...]
+    gear_input: int | None
+    gear_input_size: int
+
+    @property
+    def dataset_inputs(self) -> int:
+        """Number of buffers of an input dataset."""
+        return len(self.inputs) + (self.gear_input is not None)
+
+
+class LoadedModel(Owned):
+    """A model on the card of the current context.
+
+    Args:
+        path: of the `.om` file.
+
+    Raises:
+        AclCallError: the runtime refused the file.
+        UnsupportedError: a dtype or feature that cannot be served.
+    """
+
+    def __init__(self, library: AclLibrary, path: Path) -> None:
+        super().__init__()
+        self.library = library
+        with ExitStack() as stack:
+            context = f"for '{path.name}' on {library.bare('acl.get_soc_name') or 'unknown chip'}"
+            self.id: int = library.value("acl.mdl.load_from_file", str(path), context=context)
+            stack.callback(library.release, "acl.mdl.unload", self.id)
+            self.descriptor = library.handle("acl.mdl.create_desc")
+            stack.callback(library.release, "acl.mdl.destroy_desc", self.descriptor)
+            library.call("acl.mdl.get_desc", self.descriptor, self.id, context=context)
+            self.description = _Describer(library, self.descriptor, self.id).describe()
+            self._stack = stack.pop_all()
+
+    def set_gear(self, dataset: Dataset, gear: Gear) -> None:
+        """Choose the shape of the next execution with `dataset`, whose buffers are all added."""
+        kind, index = self.description.kind, self.description.gear_input
+        if kind is ModelKind.BATCH_GEARS:
+            call, arguments = "acl.mdl.set_dynamic_batch_size", gear.key
+        elif kind is ModelKind.IMAGE_GEARS:
+            call, arguments = "acl.mdl.set_dynamic_hw_size", gear.key
+        elif kind is ModelKind.DIMS_GEARS:
+            call = "acl.mdl.set_input_dynamic_dims"
+            dims = {"name": "", "dimCount": len(gear.key), "dims": list(gear.key)}
+            self.library.call(call, self.id, dataset.handle, index, dims)
+            return
+        else:
+            return
+        self.library.call(
+            call, self.id, dataset.handle, index, *arguments, context=f"for {list(gear.key)}"
+        )
+
+    def current_output_dims(self) -> tuple[Dims, ...]:
+        """Dims of the outputs for the gear set last. Not for dynamic shapes."""
+        call = (
+            "acl.mdl.get_output_dims"
+            if self.description.kind is ModelKind.STATIC
+            else "acl.mdl.get_cur_output_dims"
+        )
+        return tuple(
+            tuple(self.library.value(call, self.descriptor, output.index)["dims"])
+            for output in self.description.outputs
+        )
+
+    def execute(self, inputs: Dataset, outputs: Dataset, stream: Stream) -> None:
+        """Queue one execution. Datasets and buffers must stay as they are until it is done."""
+        self.library.call(
+            "acl.mdl.execute_async", self.id, inputs.handle, outputs.handle, stream.handle
+        )
+
+
+class Dataset(Owned):
+    """The buffers of all inputs, or of all outputs, in order. Owns the wrappers, not the memory.
+
+    Args:
+        blocks: (device pointer, bytes) of each tensor; (0, 0) lets the runtime allocate an
+            output of unknown size, which then has to be freed.
+    """
+
+    def __init__(self, library: AclLibrary, blocks: Sequence[tuple[int, int]]) -> None:
+        super().__init__()
+        self.library = library
+        self._buffers: list[int] = []
+        with ExitStack() as stack:
+            self.handle = library.handle("acl.mdl.create_dataset")
+            stack.callback(library.release, "acl.mdl.destroy_dataset", self.handle)
+            for pointer, size in blocks:
+                buffer = library.handle("acl.create_data_buffer", pointer, size)
+                stack.callback(library.release, "acl.destroy_data_buffer", buffer)
+                library.value("acl.mdl.add_dataset_buffer", self.handle, buffer)
+                self._buffers.append(buffer)
+            self._stack = stack.pop_all()
+
+    def point(self, index: int, pointer: int, size: int) -> None:
+        """Make tensor `index` use another block; the former one is not freed."""
+        self.library.call("acl.update_data_buffer", self._buffers[index], pointer, size)
+
+    def pointer(self, index: int) -> int:
+        """Device pointer of tensor `index`; what the runtime allocated for a null block."""
+        address: int = self.library.bare("acl.get_data_buffer_addr", self._buffers[index])
+        return address
+
+    def set_shape(self, index: int, spec: TensorSpec, shape: Sequence[int]) -> None:
+        """Tell the real shape of input `index` of a dynamic-shape model."""
+        library = self.library
+        descriptor = library.handle(
+            "acl.create_tensor_desc", spec.acl_datatype, [int(length) for length in shape],
+            spec.format,
+        )  # fmt: skip
+        try:
+            library.value(
+                "acl.mdl.set_dataset_tensor_desc", self.handle, descriptor, index,
+                context=f"for input '{spec.name}' of shape {list(shape)}",
+            )  # fmt: skip
+        finally:
+            library.bare("acl.destroy_tensor_desc", descriptor)
+
+    def shape(self, index: int) -> Dims:
+        """Real shape of output `index` after the execution of a dynamic-shape model."""
+        library = self.library
+        descriptor = library.handle("acl.mdl.get_dataset_tensor_desc", self.handle, index)
+        rank: int = library.bare("acl.get_tensor_desc_num_dims", descriptor)
+        return tuple(
+            library.value("acl.get_tensor_desc_dim_v2", descriptor, axis) for axis in range(rank)
+        )
+
+
+class _Describer:
+    """Reads a description handle into plain values."""
+
+    def __init__(self, library: AclLibrary, descriptor: int, model_id: int) -> None:
+        self.library = library
+        self.descriptor = descriptor
+        self.model_id = model_id
+
+    def describe(self) -> ModelDescription:
+        tensors = [self._input(index) for index in range(self._count("input"))]
+        gear_input = None
+        inputs: list[TensorSpec] = []
+        for tensor in tensors:
+            if tensor.name == codes.DYNAMIC_TENSOR_NAME:
+                gear_input = tensor
+            else:
+                self._refuse_dynamic_aipp(tensor)
+                inputs.append(tensor)
+        kind, gears = self._gears(inputs, gear_input)
+        outputs = tuple(self._output(index) for index in range(self._count("output")))
+        if kind is not ModelKind.RANGES:
+            for tensor in (*inputs, *outputs):
+                if not tensor.size:
+                    name = "input" if tensor in inputs else "output"
+                    raise self.library.error(f"acl.mdl.get_{name}_size_by_index", 0)
+        return ModelDescription(
+            kind,
+            tuple(inputs),
+            outputs,
+            gears,
+            None if gear_input is None else gear_input.index,
+            0 if gear_input is None else gear_input.size,
+        )
+
+    def _count(self, direction: str) -> int:
+        count: int = self.library.bare(f"acl.mdl.get_num_{direction}s", self.descriptor)
+        if not count:
+            raise self.library.error(f"acl.mdl.get_num_{direction}s", 0)
+        return count
+
+    def _input(self, index: int) -> TensorSpec:
+        # The newer call gives dims whose product is the byte size also with static AIPP.
+        has_v2 = self.library.has("acl.mdl.get_input_dims_v2")
+        return self._tensor(index, "input", "get_input_dims_v2" if has_v2 else "get_input_dims")
+
+    def _output(self, index: int) -> TensorSpec:
+        return self._tensor(index, "output", "get_output_dims")
+
+    def _tensor(self, index: int, direction: str, dims_call: str) -> TensorSpec:
+        library, descriptor = self.library, self.descriptor
+        name: str = library.bare(f"acl.mdl.get_{direction}_name_by_index", descriptor, index)
+        if not name:
+            raise library.error(f"acl.mdl.get_{direction}_name_by_index", 0)
+        number: int = library.bare(f"acl.mdl.get_{direction}_data_type", descriptor, index)
+        datatype = codes.DATATYPE_BY_ACL.get(number)
+        if datatype is None:
+            raise UnsupportedError(
+                f"{direction} '{name}' has the acl data type {number}, which cannot be served"
+            )
+        dims: dict[str, Any] = library.value(f"acl.mdl.{dims_call}", descriptor, index)
+        return TensorSpec(
+            index,
+            name,
+            datatype,
+            number,
+            tuple(dims["dims"]),
+            library.bare(f"acl.mdl.get_{direction}_size_by_index", descriptor, index),
+            library.bare(f"acl.mdl.get_{direction}_format", descriptor, index),
+        )
+
+    def _refuse_dynamic_aipp(self, tensor: TensorSpec) -> None:
+        kind, _ = self.library.value("acl.mdl.get_aipp_type", self.model_id, tensor.index)
+        if kind in (codes.AippType.DYNAMIC, codes.AippType.DYNAMIC_PARAMETERS):
+            raise UnsupportedError(
+                f"input '{tensor.name}' uses dynamic AIPP; compile the model with static AIPP "
+                "(aipp_mode: static)"
+            )
+
+    def _gears(
+        self, inputs: Sequence[TensorSpec], gear_input: TensorSpec | None
+    ) -> tuple[ModelKind, tuple[Gear, ...]]:
+        shapes = tuple(tensor.dims for tensor in inputs)
+        if gear_input is None:
+            if any(codes.UNKNOWN_DIM in shape for shape in shapes):
+                return ModelKind.RANGES, ()
+            return ModelKind.STATIC, (Gear((), shapes),)
+        batches = self.library.value("acl.mdl.get_dynamic_batch", self.descriptor)["batch"]
+        if batches:
+            keys = [(batch,) for batch in batches]
+            return ModelKind.BATCH_GEARS, tuple(_filled(shapes, key) for key in keys)
+        sizes = self.library.value("acl.mdl.get_dynamic_hw", self.descriptor, codes.ANY_INPUT)["hw"]
+        if sizes:
+            return ModelKind.IMAGE_GEARS, tuple(_filled(shapes, tuple(size)) for size in sizes)
+        count = self.library.value(
+            "acl.mdl.get_input_dynamic_gear_count", self.descriptor, codes.ANY_INPUT
+        )
+        gears = self.library.value(
+            "acl.mdl.get_input_dynamic_dims", self.descriptor, codes.ANY_INPUT, count
+        )
+        if not gears:
+            raise InternalError(f"the model has an input '{gear_input.name}' and no gears")
+        return ModelKind.DIMS_GEARS, tuple(_split(shapes, tuple(gear["dims"])) for gear in gears)
+
+
+def _filled(shapes: Sequence[Dims], key: Dims) -> Gear:
+    """The gear whose key stands for the -1 axes of every input that has any, in order."""
+    inputs: list[Dims] = []
+    for shape in shapes:
+        values = iter(key)
+        inputs.append(tuple(next(values) if dim == codes.UNKNOWN_DIM else dim for dim in shape))
+    return Gear(key, tuple(inputs))
+
+
+def _split(shapes: Sequence[Dims], key: Dims) -> Gear:
+    """The gear whose key is the dims of all inputs, one after the other."""
+    inputs: list[Dims] = []
+    start = 0
+    for shape in shapes:
+        inputs.append(key[start : start + len(shape)])
+        start += len(shape)
+    return Gear(key, tuple(inputs))

@@ -1,0 +1,109 @@
+"""A simulated machine with Ascend cards: `acl`, `ais_bench`, `atc` and `npu-smi` stand-ins.
+
+As strict as the real runtime: it refuses wrong pointers, sizes, contexts and descriptors, use
+after free and double free with the return codes of the real one, models the time of copies and
+compute, fails calls on demand and tells what leaked. Models are ONNX models in a stand-in file
+that the simulated `atc` makes; onnxruntime executes them.
+
+    with simulate(cards=2) as machine:
+        import acl
+        ...
+    assert not machine.leaks()
+
+    options.py    the machine          binding.py   what all calls have in common
+    clock.py      real or modelled     core.py rt_device.py rt_stream.py mdl.py mdl_run.py util.py
+    memory.py     device and host        the functions of `acl`
+    device.py     engines, streams     om_file.py engine.py   the model file and running it
+    runtime.py    a process's state    atc.py npu_smi.py ais_bench.py   the other stand-ins
+    telemetry.py  numbers for npu-smi
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace as changed
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from npuserve.backends.acl import library
+from npuserve.server import devices
+from npuserve.testing.simulator import runtime as runtime_module
+from npuserve.testing.simulator.options import VARIABLE, SimulatorOptions
+
+if TYPE_CHECKING:
+    from npuserve.testing.simulator.runtime import Runtime
+
+__all__ = ["SimulatorOptions", "install", "simulate"]
+
+_HERE = Path(__file__).parent
+_MODULES = ("acl", "ais_bench", "ais_bench.infer", "ais_bench.infer.interface")
+
+
+def install(cards: int = 1, options: SimulatorOptions | None = None) -> Runtime:
+    """Make this process and its children see simulated cards, until the process ends.
+
+    Args:
+        cards: number of cards.
+        options: more about the machine; its `cards` is not used.
+
+    Raises:
+        RuntimeError: the real `acl` is imported already.
+    """
+    settings = changed(options or SimulatorOptions(), cards=cards)
+    if not settings.state_dir:
+        directory = tempfile.mkdtemp(prefix="npuserve-simulator-")
+        atexit.register(shutil.rmtree, directory, ignore_errors=True)
+        settings = changed(settings, state_dir=directory)
+    _set_environment(settings)
+    devices.forget()
+    if str(_HERE / "site") not in sys.path:
+        sys.path.insert(0, str(_HERE / "site"))
+    module = importlib.import_module("acl")
+    if Path(module.__file__ or "").parent != _HERE / "site":
+        raise RuntimeError(f"the real acl is there: {module.__file__}")
+    return runtime_module.current()
+
+
+def _set_environment(options: SimulatorOptions) -> None:
+    environment = os.environ
+    environment[VARIABLE] = options.to_environment()
+    environment["NPUSERVE_SIMULATOR_PYTHON"] = sys.executable
+    package_root = str(_HERE.parents[2])
+    environment["PYTHONPATH"] = _prepended(
+        environment.get("PYTHONPATH", ""), str(_HERE / "site"), package_root
+    )
+    environment["PATH"] = _prepended(environment.get("PATH", ""), str(_HERE / "bin"))
+
+
+def _prepended(path: str, *entries: str) -> str:
+    others = [entry for entry in path.split(os.pathsep) if entry and entry not in entries]
+    return os.pathsep.join([*entries, *others])
+
+
+@contextmanager
+def simulate(cards: int = 1, **options: Any) -> Iterator[Runtime]:
+    """A simulated machine for the length of a `with` block (or a test); see `SimulatorOptions`.
+
+    Everything is put back afterwards; what leaked can still be asked.
+    """
+    environment = dict(os.environ)
+    path = list(sys.path)
+    former = runtime_module.replace(None)
+    try:
+        yield install(cards, SimulatorOptions(**options))
+    finally:
+        library.shutdown()
+        runtime_module.replace(former)
+        for name in _MODULES:
+            sys.modules.pop(name, None)
+        sys.path[:] = path
+        os.environ.clear()
+        os.environ.update(environment)
+        devices.forget()

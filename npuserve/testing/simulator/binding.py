@@ -1,0 +1,154 @@
+"""How a call of the simulated `acl` behaves before and after its own work.
+
+As in the published binding: positional arguments only, integers of the formats `k`/`K` must be
+real `int`s, text must be `str`, a failure never raises but shows in the return value, whose last
+element is the code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, TypeVar
+
+from npuserve.testing.simulator.faults import RefusedError
+from npuserve.testing.simulator.runtime import Runtime, current
+
+_ALL_ONES = (1 << 64) - 1
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+class Entry:
+    """One function of the module.
+
+    Args:
+        name: such as "acl.rt.malloc".
+        formats: one letter an argument: k (pointer, handle or size: real int), i (index or id:
+            anything with __index__), s (str), l (list of real int), o (any object); those after
+            "|" may be left out.
+        failure: values that precede the code when the call fails. None: the function returns a
+            value without a code.
+        bare: what a function without a code returns when it fails.
+        hold: keep the GIL while waiting.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], name: str, formats: str,
+        failure: tuple[Any, ...] | None, bare: Any, hold: bool,
+    ) -> None:  # fmt: skip
+        self.function = function
+        self.name = name
+        required, _, optional = formats.partition("|")
+        self.required = len(required)
+        self.letters = required + optional
+        self.failure = failure
+        self.bare = bare
+        self.hold = hold
+
+    def __call__(self, *args: Any) -> Any:
+        """Behave as the binding does; see the module."""
+        runtime = current()
+        runtime.clock.enter()
+        try:
+            return self._run(runtime, args)
+        finally:
+            runtime.clock.leave()
+
+    def _run(self, runtime: Runtime, args: tuple[Any, ...]) -> Any:
+        arguments = self._parse(args)
+        try:
+            runtime.check_process()
+            with runtime.lock:
+                runtime.strike(self.name)
+                result, until_ns, failure = self._work(runtime, arguments)
+            if until_ns is not None:
+                runtime.clock.wait_until(until_ns, self.hold)
+            if failure is not None:
+                raise failure
+        except RefusedError as error:
+            runtime.remember_error(error)
+            if self.failure is None:
+                return self.bare
+            return (*self.failure, error.code) if self.failure else error.code
+        if self.failure is None:
+            return result
+        return (*result, 0) if self.failure else 0
+
+    def _work(
+        self, runtime: Runtime, arguments: list[Any]
+    ) -> tuple[Any, int | None, RefusedError | None]:
+        """(result, until when to wait, failure to report after the wait)."""
+        result = self.function(runtime, *arguments)
+        if isinstance(result, Pending):
+            return result.result, result.until_ns, result.failure
+        if self.failure is not None and not isinstance(result, tuple):
+            result = (result,)
+        return result, None, None
+
+    def _parse(self, args: tuple[Any, ...]) -> list[Any]:
+        letters = self.letters
+        if not self.required <= len(args) <= len(letters):
+            raise TypeError(f"{self.name} args parse failed: {len(args)} arguments")
+        return [self._convert(letter, value) for letter, value in zip(letters, args, strict=False)]
+
+    def _convert(self, letter: str, value: Any) -> Any:
+        if letter == "k":
+            if not isinstance(value, int):
+                raise TypeError(f"{self.name} args parse failed: int expected, got {value!r}")
+            return value & _ALL_ONES
+        if letter == "i":
+            if isinstance(value, float) or not hasattr(value, "__index__"):
+                raise TypeError(f"{self.name} args parse failed: int expected, got {value!r}")
+            return value.__index__()
+        if letter == "s" and not isinstance(value, str):
+            raise TypeError(f"{self.name} args parse failed: str expected, got {value!r}")
+        if letter == "l" and not (
+            isinstance(value, list) and all(isinstance(item, int) for item in value)
+        ):
+            raise TypeError(f"{self.name} args parse failed: list of int expected, got {value!r}")
+        return value
+
+
+class Pending:
+    """A result the caller gets after some (modelled) time."""
+
+    def __init__(
+        self, until_ns: int, failure: RefusedError | None = None, result: Any = ()
+    ) -> None:
+        self.until_ns = until_ns
+        self.failure = failure
+        self.result = result
+
+
+ENTRIES: dict[str, Entry] = {}
+
+
+def entry(
+    name: str, formats: str = "", failure: tuple[Any, ...] | None = (), bare: Any = None,
+    hold: bool = False,
+) -> Callable[[Function], Function]:  # fmt: skip
+    """Register a function of the simulator under its name in `acl`; see `Entry`."""
+
+    def decorate(function: Function) -> Function:
+        ENTRIES[name] = Entry(function, name, formats, failure, bare, hold)
+        return function
+
+    return decorate
+
+
+def bare(name: str, formats: str = "", failed: Any = 0) -> Callable[[Function], Function]:
+    """Register a function that returns a value without a code."""
+    return entry(name, formats, failure=None, bare=failed)
+
+
+def build_module(module: ModuleType) -> None:
+    """Put every registered function into `acl` and its submodules."""
+    for name, function in ENTRIES.items():
+        *path, last = name.split(".")[1:]
+        target = module
+        for part in path:
+            if not hasattr(target, part):
+                setattr(target, part, ModuleType(f"acl.{part}"))
+            target = getattr(target, part)
+        setattr(target, last, function)

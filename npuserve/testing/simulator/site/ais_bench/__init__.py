@@ -1,0 +1,1 @@
+"""Stand-in for ais_bench on the NPU simulator."""

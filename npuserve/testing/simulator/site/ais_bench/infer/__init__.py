@@ -1,0 +1,1 @@
+"""Stand-in for ais_bench.infer on the NPU simulator."""
