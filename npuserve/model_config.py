@@ -138,8 +138,8 @@ def _value_to_json(field: FieldDescriptor, value: Any) -> Any:
         return _enum_value_name(field, value)
     if field.cpp_type == field.CPPTYPE_FLOAT:
         value = float(str(np.float32(value)))  # 0.1, not 0.10000000149011612
-    if isinstance(value, float):
-        return int(value) if value.is_integer() else value
+    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
+        return int(value)  # as protobuf's own JSON writes it
     if field.full_name in _STRING_INTEGERS:
         return str(value)
     return value

@@ -64,9 +64,9 @@ class GlobalOptions(_Section):
 
     title = "Server"
 
-    id: str = Field("triton", description="Name of the server in its metadata and traces.")
+    id: str = Field(default="triton", description="Name of the server in its metadata and traces.")
     exit_timeout_secs: int = Field(
-        30, ge=0, description="Seconds to wait for requests in flight when stopping."
+        default=30, ge=0, description="Seconds to wait for requests in flight when stopping."
     )
 
 
@@ -76,15 +76,16 @@ class LoggingOptions(_Section):
     title = "Logging"
 
     log_verbose: Annotated[int, Flag(parse=flag_values.parse_verbosity)] = Field(
-        0, description="Level of verbose messages; 0 means none."
+        default=0, description="Level of verbose messages; 0 means none."
     )
-    log_info: bool = Field(True, description="Log messages of level info.")
-    log_warning: bool = Field(True, description="Log warnings.")
-    log_error: bool = Field(True, description="Log errors.")
+    log_info: bool = Field(default=True, description="Log messages of level info.")
+    log_warning: bool = Field(default=True, description="Log warnings.")
+    log_error: bool = Field(default=True, description="Log errors.")
     log_format: Literal["default", "ISO8601"] = Field(
-        "default", description="Form of a line: LMMDD hh:mm:ss.ssssss or YYYY-MM-DDThh:mm:ssZ L."
+        default="default",
+        description="Form of a line: LMMDD hh:mm:ss.ssssss or YYYY-MM-DDThh:mm:ssZ L.",
     )
-    log_file: str = Field("", description="File to log to instead of the console.")
+    log_file: str = Field(default="", description="File to log to instead of the console.")
 
 
 class RepositoryOptions(_Section):
@@ -93,31 +94,37 @@ class RepositoryOptions(_Section):
     title = "Model Repository"
 
     model_repository: Annotated[tuple[str, ...], Flag(aliases=("model-store",))] = Field(
-        (), description="Folder or cloud URL (s3, gs, as) with models; may be given repeatedly."
+        default=(),
+        description="Folder or cloud URL (s3, gs, as) with models; may be given repeatedly.",
     )
-    exit_on_error: bool = Field(True, description="Stop when a model fails at start-up.")
+    exit_on_error: bool = Field(default=True, description="Stop when a model fails at start-up.")
     disable_auto_complete_config: Annotated[bool, Flag(takes_value=False)] = Field(
-        False, description="Do not complete configurations from the models' files."
+        default=False, description="Do not complete configurations from the models' files."
     )
     strict_readiness: bool = Field(
-        True, description="Ready only while all models are; else as soon as the server answers."
+        default=True,
+        description="Ready only while all models are; else as soon as the server answers.",
     )
     model_control_mode: Literal["none", "poll", "explicit"] = Field(
-        "none",
+        default="none",
         description="none: load all at start-up; poll: follow changes of the repository; "
         "explicit: load what --load-model and the model control API ask for.",
     )
-    repository_poll_secs: int = Field(15, ge=0, description="Seconds between two polls.")
+    repository_poll_secs: int = Field(default=15, ge=0, description="Seconds between two polls.")
     load_model: tuple[str, ...] = Field(
-        (), description="Model to load at start-up in mode explicit; * means all of them."
+        default=(), description="Model to load at start-up in mode explicit; * means all of them."
     )
     model_config_name: str = Field(
-        "", description="Read configs/<name>.pbtxt of a model where it exists."
+        default="", description="Read configs/<name>.pbtxt of a model where it exists."
     )
-    model_load_thread_count: int = Field(4, ge=1, description="Models loaded at the same time.")
-    model_load_retry_count: int = Field(0, ge=0, description="Further attempts to load a model.")
+    model_load_thread_count: int = Field(
+        default=4, ge=1, description="Models loaded at the same time."
+    )
+    model_load_retry_count: int = Field(
+        default=0, ge=0, description="Further attempts to load a model."
+    )
     model_namespacing: bool = Field(
-        False, description="Allow models of one name in several repositories."
+        default=False, description="Allow models of one name in several repositories."
     )
 
 
@@ -127,28 +134,32 @@ class BackendOptions(_Section):
     title = "Backend"
 
     backend_directory: str = Field(
-        "/opt/tritonserver/backends", description="Folder of Python-based backends."
+        default="/opt/tritonserver/backends", description="Folder of Python-based backends."
     )
     backend_config: Annotated[
         dict[str, dict[str, str]],
         Flag(flag_values.parse_backend_config, "<backend>,<key>=<value>", collects=True),
-    ] = Field({}, description="Setting of a backend; without <backend>, of all backends.")
+    ] = Field(default={}, description="Setting of a backend; without <backend>, of all backends.")
     repoagent_directory: Annotated[str, Flag(no_effect="there are no repository agents")] = Field(
-        "/opt/tritonserver/repoagents", description="Folder of repository agents."
+        default="/opt/tritonserver/repoagents", description="Folder of repository agents."
     )
     host_policy: Annotated[
         dict[str, dict[str, str]],
         Flag(flag_values.parse_host_policy, "<policy>,<key>=<value>", collects=True),
-    ] = Field({}, description="CPU cores (cpu-cores, numa-node) of instances with this policy.")
+    ] = Field(
+        default={}, description="CPU cores (cpu-cores, numa-node) of instances with this policy."
+    )
     model_load_gpu_limit: Annotated[
         dict[int, float],
         Flag(flag_values.parse_device_fractions, "<card>:<fraction>", collects=True),
-    ] = Field({}, description="Refuse to load models above this fraction of a card's memory.")
+    ] = Field(
+        default={}, description="Refuse to load models above this fraction of a card's memory."
+    )
     enable_peer_access: Annotated[bool, _NO_CUDA] = Field(
-        True, description="Peer access between GPUs."
+        default=True, description="Peer access between GPUs."
     )
     min_supported_compute_capability: Annotated[float, _NO_CUDA] = Field(
-        6.0, description="Oldest CUDA compute capability."
+        default=6.0, description="Oldest CUDA compute capability."
     )
 
 
@@ -157,26 +168,26 @@ class HttpOptions(_Section):
 
     title = "HTTP"
 
-    allow_http: bool = Field(True, description="Serve HTTP.")
-    http_address: str = Field("0.0.0.0", description="Address to listen at.")
-    http_port: int = Field(8000, ge=0, le=65535, description="Port; 0 takes a free one.")
-    reuse_http_port: bool = Field(False, description="Share the port with other servers.")
+    allow_http: bool = Field(default=True, description="Serve HTTP.")
+    http_address: str = Field(default="0.0.0.0", description="Address to listen at.")
+    http_port: int = Field(default=8000, ge=0, le=65535, description="Port; 0 takes a free one.")
+    reuse_http_port: bool = Field(default=False, description="Share the port with other servers.")
     http_header_forward_pattern: str = Field(
-        "", description="Headers whose name matches somewhere become request parameters."
+        default="", description="Headers whose name matches somewhere become request parameters."
     )
-    http_thread_count: Annotated[int, _ONE_LOOP] = Field(8, description="Threads for HTTP.")
+    http_thread_count: Annotated[int, _ONE_LOOP] = Field(default=8, description="Threads for HTTP.")
     http_max_input_size: int = Field(
-        64 << 20,
+        default=64 << 20,
         description="Bytes of JSON, raw input or decompressed body a request may have.",
     )
     http_restricted_api: Annotated[
         dict[str, tuple[str, str]],
         Flag(flag_values.parse_restricted_apis, "<api>,<api>:<header>=<value>", collects=True),
-    ] = Field({}, description="Groups of endpoints that need this header.")
+    ] = Field(default={}, description="Groups of endpoints that need this header.")
     allow_client_shm: bool = Field(
         # Differs from Triton: its newest releases say false. Clients that use shared memory
         # are to work unchanged, as they do with 2.51.
-        True,
+        default=True,
         description="Let clients register shared memory, over HTTP and gRPC.",
     )
 
@@ -186,54 +197,64 @@ class GrpcOptions(_Section):
 
     title = "GRPC"
 
-    allow_grpc: bool = Field(True, description="Serve gRPC.")
-    grpc_address: str = Field("0.0.0.0", description="Address to listen at.")
-    grpc_port: int = Field(8001, ge=0, le=65535, description="Port; 0 takes a free one.")
-    reuse_grpc_port: bool = Field(False, description="Share the port with other servers.")
+    allow_grpc: bool = Field(default=True, description="Serve gRPC.")
+    grpc_address: str = Field(default="0.0.0.0", description="Address to listen at.")
+    grpc_port: int = Field(default=8001, ge=0, le=65535, description="Port; 0 takes a free one.")
+    reuse_grpc_port: bool = Field(default=False, description="Share the port with other servers.")
     grpc_header_forward_pattern: str = Field(
-        "", description="Metadata whose key matches somewhere becomes request parameters."
+        default="", description="Metadata whose key matches somewhere becomes request parameters."
     )
     grpc_infer_thread_count: Annotated[int, _ONE_LOOP] = Field(
-        2, description="Threads for inference requests."
+        default=2, description="Threads for inference requests."
     )
     grpc_infer_allocation_pool_size: Annotated[int, Flag(no_effect="messages are not pooled")] = (
-        Field(8, description="Request messages kept for reuse.")
+        Field(default=8, description="Request messages kept for reuse.")
     )
     grpc_max_response_pool_size: int = Field(
-        2**31 - 1, gt=0, description="Responses of a stream that may wait for a slow reader."
+        default=2**31 - 1,
+        gt=0,
+        description="Responses of a stream that may wait for a slow reader.",
     )
-    grpc_use_ssl: bool = Field(False, description="Use TLS.")
-    grpc_use_ssl_mutual: bool = Field(False, description="Use TLS and ask clients for theirs.")
-    grpc_server_cert: str = Field("", description="PEM file with the server's certificate.")
-    grpc_server_key: str = Field("", description="PEM file with the server's key.")
-    grpc_root_cert: str = Field("", description="PEM file with the clients' root certificate.")
+    grpc_use_ssl: bool = Field(default=False, description="Use TLS.")
+    grpc_use_ssl_mutual: bool = Field(
+        default=False, description="Use TLS and ask clients for theirs."
+    )
+    grpc_server_cert: str = Field(default="", description="PEM file with the server's certificate.")
+    grpc_server_key: str = Field(default="", description="PEM file with the server's key.")
+    grpc_root_cert: str = Field(
+        default="", description="PEM file with the clients' root certificate."
+    )
     grpc_infer_response_compression_level: Literal["none", "low", "medium", "high"] = Field(
-        "none", description="Compression of inference responses."
+        default="none", description="Compression of inference responses."
     )
-    grpc_keepalive_time: int = Field(7_200_000, description="Milliseconds between two pings.")
-    grpc_keepalive_timeout: int = Field(20_000, description="Milliseconds a ping may take.")
+    grpc_keepalive_time: int = Field(
+        default=7_200_000, description="Milliseconds between two pings."
+    )
+    grpc_keepalive_timeout: int = Field(default=20_000, description="Milliseconds a ping may take.")
     grpc_keepalive_permit_without_calls: bool = Field(
-        False, description="Ping connections without calls too."
+        default=False, description="Ping connections without calls too."
     )
     grpc_http2_max_pings_without_data: int = Field(
-        2, description="Pings in a row without a data frame."
+        default=2, description="Pings in a row without a data frame."
     )
     grpc_http2_min_recv_ping_interval_without_data: int = Field(
-        300_000, description="Milliseconds a client has to wait between two pings."
+        default=300_000, description="Milliseconds a client has to wait between two pings."
     )
     grpc_http2_max_ping_strikes: int = Field(
-        2, description="Bad pings after which a connection is closed."
+        default=2, description="Bad pings after which a connection is closed."
     )
     grpc_max_connection_age: int | None = Field(
-        None, description="Milliseconds after which a connection is closed gracefully."
+        default=None, description="Milliseconds after which a connection is closed gracefully."
     )
     grpc_max_connection_age_grace: int | None = Field(
-        None, description="Milliseconds calls have to end after that."
+        default=None, description="Milliseconds calls have to end after that."
     )
     grpc_restricted_protocol: Annotated[
         dict[str, tuple[str, str]],
         Flag(flag_values.parse_restricted_protocols, "<rpc>,<rpc>:<key>=<value>", collects=True),
-    ] = Field({}, description="Groups of calls that need metadata triton-grpc-protocol-<key>.")
+    ] = Field(
+        default={}, description="Groups of calls that need metadata triton-grpc-protocol-<key>."
+    )
 
 
 class MetricsOptions(_Section):
@@ -241,18 +262,20 @@ class MetricsOptions(_Section):
 
     title = "Metrics"
 
-    allow_metrics: bool = Field(True, description="Serve metrics.")
-    allow_gpu_metrics: bool = Field(True, description="Include the cards.")
-    allow_cpu_metrics: bool = Field(True, description="Include processor and memory.")
-    metrics_address: str = Field("", description="Address to listen at; --http-address if empty.")
-    metrics_port: int = Field(8002, ge=0, le=65535, description="Port; 0 takes a free one.")
+    allow_metrics: bool = Field(default=True, description="Serve metrics.")
+    allow_gpu_metrics: bool = Field(default=True, description="Include the cards.")
+    allow_cpu_metrics: bool = Field(default=True, description="Include processor and memory.")
+    metrics_address: str = Field(
+        default="", description="Address to listen at; --http-address if empty."
+    )
+    metrics_port: int = Field(default=8002, ge=0, le=65535, description="Port; 0 takes a free one.")
     metrics_interval_ms: float = Field(
-        2000, gt=0, description="Milliseconds between two readings of cards and processor."
+        default=2000, gt=0, description="Milliseconds between two readings of cards and processor."
     )
     metrics_config: Annotated[
         dict[str, str], Flag(flag_values.parse_metrics_config, "<key>=<value>", collects=True)
     ] = Field(
-        {},
+        default={},
         description="counter_latencies, summary_latencies, histogram_latencies (booleans), "
         "summary_quantiles.",
     )
@@ -267,7 +290,7 @@ class TracingOptions(_Section):
         TraceOptions,
         Flag(flag_values.parse_trace_config, "[<mode>,]<key>=<value>", collects=True),
     ] = Field(
-        TraceOptions(),
+        default=TraceOptions(),
         description="mode (triton, opentelemetry), level (OFF, TIMESTAMPS, TENSORS), rate, count; "
         "triton,file; triton,log-frequency; opentelemetry,url and other settings of the exporter.",
     )
@@ -281,21 +304,23 @@ class SchedulingOptions(_Section):
     cache_config: Annotated[
         dict[str, dict[str, str]],
         Flag(flag_values.parse_cache_config, "<cache>,<key>=<value>", collects=True),
-    ] = Field({}, description="Response cache: local,size=<bytes> or redis,host=... and others.")
+    ] = Field(
+        default={}, description="Response cache: local,size=<bytes> or redis,host=... and others."
+    )
     cache_directory: Annotated[str, Flag(no_effect="caches are part of the server")] = Field(
-        "/opt/tritonserver/caches", description="Folder of caches."
+        default="/opt/tritonserver/caches", description="Folder of caches."
     )
     rate_limit: Literal["off", "execution_count"] = Field(
-        "off", description="execution_count lets rate_limiter settings of models decide."
+        default="off", description="execution_count lets rate_limiter settings of models decide."
     )
     rate_limit_resource: Annotated[
         tuple[RateLimitResource, ...],
         Flag(flag_values.parse_rate_limit_resources, "<name>:<count>[:<device>]", collects=True),
-    ] = Field((), description="Amount of a resource, of one device or of each.")
+    ] = Field(default=(), description="Amount of a resource, of one device or of each.")
     pinned_memory_pool_byte_size: Annotated[
         int,
         Flag(flag_values.parse_int64, no_effect="page-locked buffers belong to the instances"),
-    ] = Field(256 << 20, description="Page-locked memory; shown in the metrics.")
+    ] = Field(default=256 << 20, description="Page-locked memory; shown in the metrics.")
     cuda_memory_pool_byte_size: Annotated[
         dict[int, int],
         Flag(
@@ -304,7 +329,7 @@ class SchedulingOptions(_Section):
             collects=True,
             no_effect=_NO_CUDA.no_effect,
         ),
-    ] = Field({}, description="CUDA memory pool.")
+    ] = Field(default={}, description="CUDA memory pool.")
     cuda_virtual_address_size: Annotated[
         dict[int, int],
         Flag(
@@ -313,10 +338,10 @@ class SchedulingOptions(_Section):
             collects=True,
             no_effect=_NO_CUDA.no_effect,
         ),
-    ] = Field({}, description="CUDA virtual addresses.")
+    ] = Field(default={}, description="CUDA virtual addresses.")
     buffer_manager_thread_count: Annotated[
         int, Flag(no_effect="copies are made by the thread that needs them")
-    ] = Field(0, description="Threads that copy buffers.")
+    ] = Field(default=0, description="Threads that copy buffers.")
 
 
 class SageMakerOptions(_Section):
@@ -324,12 +349,12 @@ class SageMakerOptions(_Section):
 
     title = "SageMaker"
 
-    allow_sagemaker: bool = Field(False, description="Serve SageMaker's endpoint.")
-    sagemaker_port: int = Field(8080, ge=0, le=65535, description="Port.")
+    allow_sagemaker: bool = Field(default=False, description="Serve SageMaker's endpoint.")
+    sagemaker_port: int = Field(default=8080, ge=0, le=65535, description="Port.")
     sagemaker_safe_port_range: Annotated[
         tuple[int, int] | None, Flag(flag_values.parse_port_range, "<integer>-<integer>")
-    ] = Field(None, description="Ports the services may use.")
-    sagemaker_thread_count: Annotated[int, _ONE_LOOP] = Field(8, description="Threads.")
+    ] = Field(default=None, description="Ports the services may use.")
+    sagemaker_thread_count: Annotated[int, _ONE_LOOP] = Field(default=8, description="Threads.")
 
 
 class VertexAiOptions(_Section):
@@ -338,13 +363,13 @@ class VertexAiOptions(_Section):
     title = "Vertex AI"
 
     allow_vertex_ai: bool = Field(
-        False, description="Serve Vertex AI's endpoint; on where AIP_MODE is PREDICTION."
+        default=False, description="Serve Vertex AI's endpoint; on where AIP_MODE is PREDICTION."
     )
     vertex_ai_port: int = Field(
-        8080, ge=0, le=65535, description="Port; AIP_HTTP_PORT where that is set."
+        default=8080, ge=0, le=65535, description="Port; AIP_HTTP_PORT where that is set."
     )
-    vertex_ai_thread_count: Annotated[int, _ONE_LOOP] = Field(8, description="Threads.")
-    vertex_ai_default_model: str = Field("", description="Model the predict route runs.")
+    vertex_ai_thread_count: Annotated[int, _ONE_LOOP] = Field(default=8, description="Threads.")
+    vertex_ai_default_model: str = Field(default="", description="Model the predict route runs.")
 
 
 class NpuserveOptions(_Section):
@@ -353,25 +378,32 @@ class NpuserveOptions(_Section):
     title = "npuserve"
 
     grpc_server: Literal["auto", "grpcio", "native", "nghttp2"] = Field(
-        "auto", description="Library under the gRPC service; auto takes the fastest that fits."
+        default="auto",
+        description="Library under the gRPC service; auto takes the fastest that fits.",
     )
     grpc_max_message_bytes: int = Field(
-        2**31 - 1, gt=0, le=2**31 - 1, description="Size of a gRPC message, both ways."
+        default=2**31 - 1, gt=0, le=2**31 - 1, description="Size of a gRPC message, both ways."
     )
-    http_ssl_certfile: str = Field("", description="PEM file; with it HTTP is served over TLS.")
-    http_ssl_keyfile: str = Field("", description="PEM file with the key of the certificate.")
-    http_ssl_ca_certs: str = Field("", description="PEM file; HTTP clients must show one of it.")
+    http_ssl_certfile: str = Field(
+        default="", description="PEM file; with it HTTP is served over TLS."
+    )
+    http_ssl_keyfile: str = Field(
+        default="", description="PEM file with the key of the certificate."
+    )
+    http_ssl_ca_certs: str = Field(
+        default="", description="PEM file; HTTP clients must show one of it."
+    )
     http_max_body_size: Annotated[int, Flag(flag_values.parse_int64)] = Field(
-        2**34, gt=0, description="Bytes of a whole HTTP body, binary tensors included."
+        default=2**34, gt=0, description="Bytes of a whole HTTP body, binary tensors included."
     )
     http_limit_connections: int = Field(
-        0, ge=0, description="HTTP connections served at the same time; 0 means no limit."
+        default=0, ge=0, description="HTTP connections served at the same time; 0 means no limit."
     )
     http_keep_alive_secs: int = Field(
-        75, ge=0, description="Seconds an HTTP connection may stay idle."
+        default=75, ge=0, description="Seconds an HTTP connection may stay idle."
     )
     npu_simulator: int = Field(
-        0, ge=0, description="Simulate this many NPU cards, on a machine without any."
+        default=0, ge=0, description="Simulate this many NPU cards, on a machine without any."
     )
 
 
