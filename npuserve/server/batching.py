@@ -11,16 +11,27 @@ comes to the same: `grow` below.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from npuserve.model_config import ModelConfig
     from npuserve.request import InferenceRequest
-    from npuserve.server.queue import PriorityQueue
 
-Signature = Callable[["InferenceRequest"], Hashable]
+Signature = Callable[[Any], Hashable]
+
+
+class Batchable(Protocol):
+    """What the rules look at: a request, or what stands for one (the head of a sequence)."""
+
+    @property
+    def queue_ns(self) -> int:
+        """Since when it waits to be batched, monotonic."""
+
+    @property
+    def batch_size(self) -> int:
+        """Batch elements; 0 for a model without a batch dimension."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +98,9 @@ class Plan:
 NOTHING = Plan(0, 0, False, 0)
 
 
-def plan_batch(queue: PriorityQueue, now_ns: int, rules: BatchRules, grow: bool = False) -> Plan:
+def plan_batch(
+    queue: Iterable[Batchable], now_ns: int, rules: BatchRules, grow: bool = False
+) -> Plan:
     """Plan the next batch for a free instance.
 
     Args:

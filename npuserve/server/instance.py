@@ -119,16 +119,17 @@ class Batch:
             response.model_version = owner.model_version
             if response.outputs:
                 owner.pool.finish_outputs(response)
-            if response.error is not None:
-                if self._failed is None:
-                    self._failed = set()
-                self._failed.add(id(request))
+        request.deliver(response, final)
+        # Only now: a layer on the way may have made it an error (a state of the wrong shape).
+        if response is not None and response.error is not None:
+            if self._failed is None:
+                self._failed = set()
+            self._failed.add(id(request))
         if final:
             if self._is_done:
                 self._count(request)
             else:
                 self._finished.append(request)
-        request.deliver(response, final)
 
     def done(self, error: NpuserveError | None = None) -> None:
         """See `ExecutionBatch.done`."""

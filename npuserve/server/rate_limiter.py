@@ -90,16 +90,20 @@ class RateLimiter:
             self._resize()
             self._wake_waiting()
 
-    def acquire(self, pool: InstancePool, instance: Instance) -> Instance | None:
+    def acquire(
+        self, pool: InstancePool, instance: Instance, *, only: bool = False
+    ) -> Instance | None:
         """An instance of the pool that has got its resources and must be run at once, or None.
 
         Args:
             instance: free, the one the pool would choose; another free one is taken if its
                 resources are not available or it had more turns.
+            only: no other one will do (sequences stay on their instance).
         """
         state = self._pools[pool]
         state.waiting = False
-        free = [i for i in pool.instances if i.is_free and not i.placement.passive]
+        candidates = (instance,) if only else pool.instances
+        free = [i for i in candidates if i.is_free and not i.placement.passive]
         free.sort(key=lambda i: (state.shares[i.index].rank, i is not instance))
         for candidate in free:
             share = state.shares[candidate.index]
