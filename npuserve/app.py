@@ -84,7 +84,7 @@ async def serve(options: ServerOptions) -> int:
                 expiry = loop.call_later(options.exit_timeout_secs, _exit_now)
     except asyncio.CancelledError:
         logger.info("stopped while the models were loading")
-    except NpuserveError:
+    except _FrontEndFailedError:  # reported where it happened
         return 1
     if expiry is not None:
         expiry.cancel()

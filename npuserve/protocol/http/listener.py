@@ -49,6 +49,7 @@ class Listener:
         self._socket: socket.socket | None = None
         config = uvicorn.Config(
             application,
+            interface="asgi3",  # a bound method is not recognised as such
             lifespan="off",
             ws="none",
             log_config=None,
