@@ -20,6 +20,7 @@ from prometheus_client import Metric
 from npuserve.server.custom_metrics import CustomMetrics, add_histogram
 from npuserve.server.latency import FIRST_RESPONSE_BUCKETS_MS, LatencyDetail
 from npuserve.server.machine import Machine
+from npuserve.server.npu_metrics import NpuMetrics
 from npuserve.server.response_cache import LocalStore
 from npuserve.server.statistics import FailureReason
 
@@ -183,14 +184,19 @@ class ServerMetrics:
         self._server = server
         self.config = MetricsConfig.from_settings(server.options.metrics_config)
         self._series: dict[tuple[str, str, int], _Series] = {}
+        self._npus = NpuMetrics()
         self._machine = Machine(round(server.options.metrics_interval_ms * 1_000_000))
 
     async def start(self) -> None:
         """Take the first sample of processor times; utilisation counts from here."""
         self._machine.refresh()
+        if self._server.options.allow_gpu_metrics:
+            self._npus.start()
 
     async def stop(self) -> None:
-        """Nothing runs in the background."""
+        """End what runs in the background."""
+        if self._server.options.allow_gpu_metrics:
+            self._npus.stop()
 
     # ---------------------------------------------------------------- models come and go
 
@@ -255,6 +261,8 @@ class ServerMetrics:
         yield from self._memory_families()
         if self._server.options.allow_cpu_metrics:
             yield from self._machine.collect()
+        if self._server.options.allow_gpu_metrics:
+            yield from self._npus.collect()
         if isinstance(self._server.cache, LocalStore):
             yield from _local_cache_families(self._server.cache)
         yield from self._server.custom_metrics.collect()

@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-
 if TYPE_CHECKING:
-    from npuserve.tensor import Tensor
     from npuserve.server.trace import Trace
+    from npuserve.tensor import Tensor
 
 logger = logging.getLogger(__name__)
 

@@ -129,7 +129,7 @@ class ControlHandlers:
         if request.method == "POST":
             body = await read_body(request, TraceBody, self._limit)
             changes = body.model_dump(include=body.model_fields_set)
-            tracer.update(name, {key: _as_list(value) for key, value in changes.items()})
+            tracer.update({key: _as_list(value) for key, value in changes.items()}, name)
         return json_response(tracer.settings(name))
 
     def _check_model(self, name: str) -> None:

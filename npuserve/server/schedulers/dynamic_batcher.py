@@ -101,6 +101,8 @@ class DynamicBatcher:
         request.on_cancel = self._on_cancel
         if self._order is not None:
             self._order.add(request)
+        if queue.timed:
+            self._wake_for_deadline()
         if queue.entered >= regrouping.target:
             regrouping.returned(request.queue_ns)
         elif queue.elements < self._enough:
@@ -108,8 +110,6 @@ class DynamicBatcher:
         if not (self._dispatch_due or self._blocked):
             self._dispatch_due = True
             self._clock.call_soon(self._dispatch)
-        elif queue.timed and self._blocked:
-            self._wake_at(queue.next_deadline_ns())
 
     def stop(self) -> None:
         """See `Scheduler.stop`. Nobody can join any more, so nothing waits for a delay."""
@@ -152,10 +152,12 @@ class DynamicBatcher:
             return self._wait(self._regrouping.hold_until_ns)
         if limited:
             instance = instances.acquire()
-        if instance is None or (instance.inflight and not (plan.full or limited)):
+        if instance is None:
+            return self._block()
+        if instance.inflight and not (plan.full or limited):
             # The second batch in an instance overlaps its copies with the first one's compute.
             # A partial one would gain less by that than by what may still join it.
-            return self._block()
+            return self._wait(0)
         self._grow = False
         self._run(instance, plan, now_ns)
         return True
@@ -176,17 +178,15 @@ class DynamicBatcher:
 
     def _block(self) -> bool:
         self._blocked = True
-        if self._queue.timed:
-            self._wake_at(self._queue.next_deadline_ns())
+        self._wake_for_deadline()
         return False
 
     def _wait(self, until_ns: int) -> bool:
+        """Start nothing now, but by `until_ns` (0: not before something happens)."""
         if self._rules.signature is None:
             self._enough = self._rules.min_preferred
-        if self._queue.timed:
-            until_ns = min(until_ns, self._queue.next_deadline_ns() or until_ns)
-            self._enough = 0
         self._wake_at(until_ns)
+        self._wake_for_deadline()
         return False
 
     # ---------------------------------------------------------------- what wakes it
@@ -217,11 +217,15 @@ class DynamicBatcher:
         self._timer_ns = when_ns
         self._timer = self._clock.call_at(when_ns, self._on_timer)
 
+    def _wake_for_deadline(self) -> None:
+        if self._queue.timed:
+            self._wake_at(self._queue.next_deadline_ns())
+
     def _on_timer(self) -> None:
         self._timer = None
         if self._blocked:
             self._reject_expired(self._clock.now_ns())
-            self._wake_at(self._queue.next_deadline_ns())
+            self._wake_for_deadline()
         else:
             self._dispatch()
 
