@@ -67,6 +67,21 @@ def _statistics(name: str, version: int, statistics: ModelStatistics) -> pb.Mode
             )
             for batch_size, batch in sorted(statistics.batch.items())
         ],
+        memory_usage=[
+            pb.MemoryUsage(type=usage.type, id=usage.id, byte_size=usage.byte_size)
+            for usage in statistics.memory_usage
+        ],
+        response_stats={
+            str(index): pb.InferResponseStatistics(
+                compute_infer=_duration(response.compute_infer),
+                compute_output=_duration(response.compute_output),
+                success=_duration(response.success),
+                fail=_duration(response.fail),
+                empty_response=_duration(response.empty_response),
+                cancel=_duration(response.cancel),
+            )
+            for index, response in statistics.responses.items()
+        },
     )
 
 
@@ -153,6 +168,11 @@ def system_regions_response(
         entry.name, entry.key = region.name, region.key
         entry.offset, entry.byte_size = region.offset, region.byte_size
     return response
+
+
+def trace_changes(request: pb.TraceSettingRequest) -> dict[str, str | list[str] | None]:
+    """The settings to change; one without a value goes back to its default."""
+    return {key: list(setting.value) or None for key, setting in request.settings.items()}
 
 
 def trace_response(settings: Mapping[str, Sequence[str] | str]) -> pb.TraceSettingResponse:

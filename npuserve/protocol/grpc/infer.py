@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
@@ -21,6 +22,7 @@ from npuserve.errors import (
 from npuserve.protocol.classification import classify
 from npuserve.protocol.grpc import codec
 from npuserve.protocol.status import grpc_status
+from npuserve.server.trace import TraceContext
 
 if TYPE_CHECKING:
     from npuserve._proto import grpc_service_pb2 as pb
@@ -92,7 +94,7 @@ class InferFrontEnd:
         answer = partial(self._answer_unary, call, plan)
         request = self.make_request(message, raw, version, plan, answer, call.metadata)
         call.on_cancel = request.cancel
-        self.submit(request, plan)
+        self.submit(request, plan, call.metadata)
 
     def check_open(self) -> None:
         """Refuse new requests once the server is going down."""
@@ -149,13 +151,29 @@ class InferFrontEnd:
             request.on_release = lambda _: _release(plan.slices)
         return request
 
-    def submit(self, request: InferenceRequest, plan: ReplyPlan) -> None:
+    def submit(
+        self, request: InferenceRequest, plan: ReplyPlan, metadata: Mapping[str, str]
+    ) -> None:
         """Hand the request to the core."""
         try:
-            self.server.infer(request)
+            if self.server.tracer.active:
+                self._submit_traced(request, metadata)
+            else:
+                self.server.infer(request)
         except NpuserveError:
             _release(plan.slices)
             raise
+
+    def _submit_traced(self, request: InferenceRequest, metadata: Mapping[str, str]) -> None:
+        read_ns = time.monotonic_ns()
+        if "traceparent" in metadata:
+            request.trace = TraceContext(metadata["traceparent"], metadata.get("tracestate", ""))
+        request.on_response = partial(_mark_sending, request, request.on_response)
+        self.server.infer(request)
+        if request.trace is not None:
+            # The message was there when the transport called: reading took no time of its own.
+            request.trace.mark("GRPC_WAITREAD_START", read_ns)
+            request.trace.mark("GRPC_WAITREAD_END", read_ns)
 
     def _forward_headers(self, request: InferenceRequest, metadata: Mapping[str, str]) -> None:
         assert self._header_pattern is not None
@@ -216,6 +234,21 @@ class InferFrontEnd:
 def _release(slices: dict[str, RegionSlice]) -> None:
     for each in slices.values():
         each.release()
+
+
+def _mark_sending(
+    request: InferenceRequest,
+    respond: ResponseCallback,
+    response: InferenceResponse | None,
+    final: bool,
+) -> None:
+    """Stands in front of the way back while requests are traced."""
+    trace = request.trace
+    if trace is not None:
+        trace.mark("GRPC_SEND_START")
+    respond(response, final)
+    if trace is not None:
+        trace.mark("GRPC_SEND_END")
 
 
 def guarded(handle: Callable[[Buffer, Call], None]) -> Callable[[Buffer, Call], None]:

@@ -180,7 +180,9 @@ class Connection(asyncio.BufferedProtocol):
             return
         if not self._closing:
             self._closing = True
-            self.h2.terminate_connection()
+            # After the final GOAWAY of a drain there is nothing more to say.
+            with contextlib.suppress(ngh2.ConnectionStateError):
+                self.h2.terminate_connection()
         self._flush()
 
     def abort(self) -> None:

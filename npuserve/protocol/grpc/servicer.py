@@ -232,7 +232,16 @@ class Servicer:
 
     def trace_setting(self, request: pb.TraceSettingRequest) -> pb.TraceSettingResponse:
         """TraceSetting: reads, and changes what `settings` names."""
-        raise NotImplementedError
+        name = request.model_name
+        if name:
+            try:
+                self._server.model(name)
+            except NpuserveError as error:
+                raise InvalidArgumentError(f"Request for unknown model : {name}") from error
+        tracer = self._server.tracer
+        if request.settings:
+            tracer.update(control_codec.trace_changes(request), name)
+        return control_codec.trace_response(tracer.settings(name))
 
     def log_settings(self, request: pb.LogSettingsRequest) -> pb.LogSettingsResponse:
         """LogSettings: reads, and changes what `settings` names."""

@@ -124,7 +124,7 @@ class InferStream:
         exchange.request = request
         # Entered before the core sees the request: it may answer at once.
         self._enter(exchange, model)
-        front_end.submit(request, plan)
+        front_end.submit(request, plan, self._call.metadata)
 
     def _enter(self, exchange: Exchange, model: Model | None) -> None:
         self._open.add(exchange)

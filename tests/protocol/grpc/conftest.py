@@ -97,13 +97,14 @@ def request(
 async def running(transport: str, **options: Any) -> AsyncIterator[Rig]:
     """A front end on `transport`; drained on exit."""
     core = FakeServer()
-    chosen = ServerOptions(
-        model_repository=("unused",),
-        grpc_server=transport,
-        grpc_address="127.0.0.1",
-        grpc_port=0,
+    settings: dict[str, Any] = {
+        "model_repository": ("unused",),
+        "grpc_server": transport,
+        "grpc_address": "127.0.0.1",
+        "grpc_port": 0,
         **options,
-    )
+    }
+    chosen = ServerOptions(**settings)
     front = GrpcServer(core, chosen, SharedMemoryRegistry())  # type: ignore[arg-type]
     await front.start()
     unlimited = [

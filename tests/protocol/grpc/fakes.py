@@ -8,7 +8,9 @@ from typing import Any
 
 from npuserve.buffer_pool import BufferPool
 from npuserve.errors import InvalidArgumentError, NotFoundError, RequestCancelledError
+from npuserve.log import LogSettings
 from npuserve.model_config import ModelConfig
+from npuserve.options import ServerOptions
 from npuserve.request import InferenceRequest
 from npuserve.response import InferenceResponse
 from npuserve.server.metadata import (
@@ -18,6 +20,7 @@ from npuserve.server.metadata import (
     TensorMetadata,
 )
 from npuserve.server.statistics import ModelStatistics
+from npuserve.server.trace import Tracer
 from npuserve.tensor import Tensor
 
 Behaviour = Callable[[InferenceRequest], None]
@@ -64,6 +67,9 @@ class FakeServer:
         self.cancelled: asyncio.Queue[InferenceRequest] = asyncio.Queue()
         self.loads: list[tuple[str, str | None, Any]] = []
         self.is_ready = True
+        options = ServerOptions(model_repository=("unused",))
+        self.tracer = Tracer(options)
+        self.log_settings = LogSettings.from_options(options)
         self.table = {
             model.name: model
             for model in (

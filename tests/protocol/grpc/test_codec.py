@@ -15,7 +15,7 @@ from npuserve.buffer_pool import LARGE_TENSOR_BYTES
 from npuserve.errors import InvalidArgumentError
 from npuserve.protocol.grpc import codec
 from npuserve.request import SEQUENCE_END, SEQUENCE_START, InferenceRequest
-from npuserve.response import InferenceResponse
+from npuserve.response import InferenceResponse, ParameterValue
 from npuserve.tensor import Buffer, Tensor, serialize_bytes
 
 LARGE = b"L" * LARGE_TENSOR_BYTES
@@ -162,10 +162,11 @@ def with_parameter(key: str, field: str, value: Any) -> pb.ModelInferRequest:
 def test_reserved_parameters() -> None:
     """Parameters of Triton's extensions become fields of the request."""
     message = pb.ModelInferRequest(model_name="m", id="7", outputs=[{"name": "A"}, {"name": "B"}])
-    for key, value in {
+    parameters: dict[str, ParameterValue] = {
         "sequence_id": 9, "sequence_start": True, "sequence_end": True, "priority": 2,
         "timeout": 700, "triton_enable_empty_final_response": True, "mine": "x",
-    }.items():  # fmt: skip
+    }  # fmt: skip
+    for key, value in parameters.items():
         codec.set_parameter(message.parameters[key], value)
     request = decode(message)
     assert request.id == "7"

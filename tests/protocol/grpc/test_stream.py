@@ -7,7 +7,6 @@ from collections.abc import Awaitable, Callable
 
 import grpc
 import grpc.aio
-import pytest
 
 from npuserve._proto import grpc_service_pb2 as pb
 from npuserve.errors import InternalError
