@@ -47,12 +47,12 @@ format: $(MARKS)/dev ## rewrite the sources in the project's format
 models: $(MODELS)/.ocr $(MODELS)/.vad $(MODELS)/.embedding ## fetch the model files of all examples
 
 $(MODELS)/.%: examples/fetch_models.py | $(MARKS)/serve
-	$(BIN)/python examples/fetch_models.py $*
-	@touch $@
+	@$(BIN)/python examples/fetch_models.py $*
+	@mkdir -p $(MODELS) && touch $@
 
 # An environment without pip gets one from the python3 that makes it (Debian splits ensurepip off).
 $(MARKS)/venv:
-	$(PYTHON) -m venv $(VENV) || { \
+	@$(PYTHON) -m venv $(VENV) || { \
 	  rm -rf $(VENV) && $(PYTHON) -m venv --without-pip $(VENV) && \
 	  $(PYTHON) -m pip --python $(BIN)/python install -q pip; }
 	@mkdir -p $(MARKS) && touch $@
