@@ -199,6 +199,35 @@ class ModelInstance:
         """Free what `initialize` took; also called after a failed `initialize`."""
 
 
+class PipelinedInstance(ModelInstance):
+    """A blocking instance that feeds a device: it can queue a batch before the former is done.
+
+    The server calls `submit` while fewer than `pipeline_depth` batches are submitted and more are
+    waiting, else `collect` for the oldest; so copies of the next batch overlap this one's compute.
+    """
+
+    pipeline_depth: int = 2
+
+    # One more than on the device: the next batch is at hand when one has been collected.
+    max_inflight: int = 3
+
+    def submit(self, batch: ExecutionBatch) -> None:
+        """Queue the batch on the device; must not wait for its end.
+
+        May raise: the batch gets the error as in `execute` and is not collected.
+        """
+        raise NotImplementedError
+
+    def collect(self, batch: ExecutionBatch) -> None:
+        """Wait for the batch submitted first, and answer every request of it."""
+        raise NotImplementedError
+
+    def execute(self, batch: ExecutionBatch) -> None:
+        """One batch alone."""
+        self.submit(batch)
+        self.collect(batch)
+
+
 class LoopInstance:
     """An instance driven on the event loop; nothing in it may block."""
 

@@ -16,7 +16,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from npuserve.backends.base import LoopInstance, ModelInstance, Placement
+from npuserve.backends.base import LoopInstance, ModelInstance, PipelinedInstance, Placement
 from npuserve.errors import (
     InternalError,
     InvalidArgumentError,
@@ -394,21 +394,46 @@ class ThreadInstance(Instance):
             self.post(_resolve, ready, _as_npuserve_error(error))
         else:
             self.post(_resolve, ready, None)
-            while (batch := self._jobs.get()) is not None:
-                self._execute(batch)
-                del batch
+            if isinstance(instance, PipelinedInstance):
+                self._execute_pipelined(instance)
+            else:
+                while (batch := self._jobs.get()) is not None:
+                    self._end(batch, self._attempt(instance.execute, batch))
+                    del batch
             self._finalize_quietly()
         assert self._ended is not None
         self.post(_resolve, self._ended, None)
 
-    def _execute(self, batch: ThreadBatch) -> None:
-        error: NpuserveError | None = None
+    def _execute_pipelined(self, instance: PipelinedInstance) -> None:
+        submitted: deque[ThreadBatch] = deque()
+        stopping = False
+        while submitted or not stopping:
+            has_room = not stopping and len(submitted) < instance.pipeline_depth
+            if has_room and not (submitted and self._jobs.empty()):
+                batch = self._jobs.get()
+                if batch is None:
+                    stopping = True
+                elif error := self._attempt(instance.submit, batch):
+                    self._end(batch, error)
+                else:
+                    submitted.append(batch)
+            else:
+                batch = submitted.popleft()
+                self._end(batch, self._attempt(instance.collect, batch))
+            del batch
+
+    def _attempt(
+        self, step: Callable[[ThreadBatch], None], batch: ThreadBatch
+    ) -> NpuserveError | None:
         try:
-            self.backend_instance.execute(batch)
+            step(batch)
         except BaseException as raised:  # whatever a model raises must not end the instance
             if not isinstance(raised, NpuserveError):
                 logger.error("model instance %s failed", self.name, exc_info=raised)
-            error = _as_npuserve_error(raised)
+            return _as_npuserve_error(raised)
+        return None
+
+    def _end(self, batch: ThreadBatch, error: NpuserveError | None) -> None:
         outbox, batch.outbox = batch.outbox, None
         self.post(batch.complete, outbox, error)
 

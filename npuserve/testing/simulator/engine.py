@@ -87,4 +87,5 @@ def _yuv420sp_to_rgb(image: NDArray[Any]) -> NDArray[Any]:
     rgb = np.stack(
         [luma + 1.402 * red, luma - 0.344 * blue - 0.714 * red, luma + 1.772 * blue], axis=-1
     )
-    return np.clip(np.rint(rgb), 0, 255).astype(np.uint8)
+    pixels: NDArray[Any] = np.clip(np.rint(rgb), 0, 255)
+    return pixels.astype(np.uint8)
