@@ -1,0 +1,630 @@
+"""The sequence batcher over real instance wrappers, with a backend that the test drives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from google.protobuf import text_format
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from npuserve.backends.base import ExecutionBatch, LoopInstance, Placement
+from npuserve.errors import (
+    InvalidArgumentError,
+    NpuserveError,
+    StatusCode,
+    UnavailableError,
+    WorkerDiedError,
+)
+from npuserve.model_config import ModelConfig
+from npuserve.request import SEQUENCE_END, SEQUENCE_START, InferenceRequest
+from npuserve.response import InferenceResponse
+from npuserve.server.instance import InstancePool
+from npuserve.server.schedulers.base import SchedulerContext
+from npuserve.server.schedulers.sequence_batcher import SequenceBatcher
+from npuserve.server.statistics import ModelStatistics
+from npuserve.tensor import Tensor
+from npuserve.testing.clock import FakeClock
+
+BOTH = SEQUENCE_START | SEQUENCE_END
+
+CONTROLS = """
+control_input { name: "START" control { kind: CONTROL_SEQUENCE_START int32_false_true: [0, 1] } }
+control_input { name: "READY" control { kind: CONTROL_SEQUENCE_READY int32_false_true: [0, 1] } }
+control_input { name: "CORRID" control { kind: CONTROL_SEQUENCE_CORRID data_type: TYPE_UINT64 } }
+"""
+
+
+class Driven(LoopInstance):
+    """An instance that keeps its batches until the test ends them."""
+
+    def __init__(self) -> None:
+        self.batches: list[ExecutionBatch] = []
+
+    def start(self, batch: ExecutionBatch) -> None:
+        self.batches.append(batch)
+
+    def die(self) -> None:
+        """The worker dies with what it has in hand."""
+        self.available = False
+        assert self.on_available_change is not None
+        self.on_available_change()
+        batches, self.batches = self.batches, []
+        for batch in batches:
+            batch.done(WorkerDiedError("the worker died"))
+
+    def restart(self) -> None:
+        self.available = True
+        assert self.on_available_change is not None
+        self.on_available_change()
+
+
+class Client:
+    """One request as its client sees it."""
+
+    def __init__(self, request: InferenceRequest) -> None:
+        self.request = request
+        self.responses: list[InferenceResponse] = []
+        self.final: int = 0
+
+    def on_response(self, response: InferenceResponse | None, final: bool) -> None:
+        assert not self.final, "nothing comes after the final response"
+        if response is not None:
+            self.responses.append(response)
+        self.final += final
+
+    @property
+    def error(self) -> NpuserveError:
+        assert self.final == 1
+        assert self.responses[-1].error is not None
+        return self.responses[-1].error
+
+    @property
+    def ok(self) -> bool:
+        return bool(self.final) and self.responses[-1].error is None
+
+
+class Model:
+    """A model with a sequence batcher."""
+
+    def __init__(
+        self,
+        batching: str = "direct { }",
+        *,
+        max_batch_size: int = 4,
+        instances: int = 1,
+        dims: str = "1",
+        more: str = "",
+        controls: str = CONTROLS,
+    ) -> None:
+        self.config = text_format.Parse(
+            f"""name: "m" max_batch_size: {max_batch_size} {more}
+            input {{ name: "IN" data_type: TYPE_INT32 dims: [ {dims} ] }}
+            output {{ name: "OUT" data_type: TYPE_INT32 dims: [ 1 ] }}
+            sequence_batching {{ {controls} {batching} }}""",
+            ModelConfig(),
+        )
+        decoupled = self.config.model_transaction_policy.decoupled
+        self.clock = FakeClock()
+        self.statistics = ModelStatistics()
+        self.pool = InstancePool("m", 1, cast("Any", None), self.statistics, decoupled)
+        self.instances = [Driven() for _ in range(instances)]
+        for index, instance in enumerate(self.instances):
+            wrapper = self.pool.add(Placement(f"m_0_{index}", "CPU", 0, 0, index), instance)
+            instance.on_available_change = lambda w=wrapper: self.pool.availability_changed(w)
+        self.batcher = SequenceBatcher(
+            SchedulerContext(
+                name="m",
+                version=1,
+                config=self.config,
+                model_dir=Path(),
+                instances=self.pool,
+                statistics=self.statistics,
+                clock=self.clock,
+                submit=cast("Any", None),
+                lookup=cast("Any", None),
+            )
+        )
+        self.released: list[InferenceRequest] = []
+
+    def send(
+        self,
+        correlation_id: int | str,
+        flags: int = 0,
+        value: int = 0,
+        *,
+        timeout_us: int = 0,
+        shape: tuple[int, ...] = (1,),
+        outputs: tuple[str, ...] = (),
+    ) -> Client:
+        lead = (1,) if self.config.max_batch_size else ()
+        array = np.full((*lead, *shape), value, np.int32)
+        request = InferenceRequest(
+            "m",
+            {"IN": Tensor.from_numpy("IN", array)},
+            lambda response, final: client.on_response(response, final),
+            correlation_id=correlation_id,
+            flags=flags,
+            timeout_us=timeout_us,
+            requested_outputs=outputs,
+        )
+        client = Client(request)
+        request.batch_size = len(lead)
+        request.start_ns = request.queue_ns = self.clock.now_ns()
+        request.on_release = self.released.append
+        self.statistics.pending += 1
+        try:
+            self.batcher.enqueue(request)
+        except NpuserveError:
+            self.statistics.pending -= 1
+            raise
+        return client
+
+    def running(self, instance: int = 0) -> list[InferenceRequest]:
+        """Requests of the batch that the instance executes, fillers included."""
+        self.clock.run()
+        batches = self.instances[instance].batches
+        return list(batches[0].requests) if batches else []
+
+    def finish(self, instance: int = 0, **states: np.ndarray[Any, Any]) -> None:
+        """The instance answers its oldest batch with OUT = IN."""
+        batch = self.instances[instance].batches.pop(0)
+        for request in batch.requests:
+            outputs = [Tensor("OUT", "INT32", (1, 1), request.inputs["IN"].data)]
+            outputs += [Tensor.from_numpy(name, value) for name, value in states.items()]
+            batch.send(request, InferenceResponse(outputs))
+        batch.done()
+        self.clock.run()
+
+    def run_all(self) -> None:
+        while any(self.running(index) for index in range(len(self.instances))):
+            for index in range(len(self.instances)):
+                if self.running(index):
+                    self.finish(index)
+
+
+def number(request: InferenceRequest, name: str) -> int:
+    return int(request.inputs[name].as_numpy().reshape(-1)[0])
+
+
+def ids(requests: Sequence[InferenceRequest]) -> list[int | str | None]:
+    return [None if each.filler else each.correlation_id for each in requests]
+
+
+# ---------------------------------------------------------------- enqueue
+
+
+@pytest.mark.parametrize("correlation_id", [0, ""])
+def test_a_request_needs_a_correlation_id(correlation_id: int | str) -> None:
+    """0 and the empty text are none."""
+    text = "inference request to model 'm' must specify a non-zero or non-empty correlation ID"
+    with pytest.raises(InvalidArgumentError, match=text):
+        Model().send(correlation_id, SEQUENCE_START)
+
+
+def test_a_request_has_one_batch_element() -> None:
+    """Larger ones are refused."""
+    model = Model()
+    client = model.send(1, SEQUENCE_START)
+    client.request.batch_size = 2
+    text = "inference request to model 'm' must specify batch-size 1 due to requirements of"
+    with pytest.raises(InvalidArgumentError, match=text):
+        model.batcher.enqueue(client.request)
+
+
+def test_a_text_id_has_at_most_128_characters() -> None:
+    """128 pass, 129 do not."""
+    model = Model(controls="")
+    model.send("x" * 128, SEQUENCE_START)
+    with pytest.raises(InvalidArgumentError, match="at most 128 are allowed"):
+        model.send("x" * 129, SEQUENCE_START)
+
+
+def test_a_stopping_model_refuses_new_sequences_only() -> None:
+    """Live ones go on."""
+    model = Model()
+    model.send(1, SEQUENCE_START)
+    model.batcher.stop()
+    last = model.send(1, SEQUENCE_END)
+    with pytest.raises(UnavailableError, match="^Server is stopping, scheduler for model has"):
+        model.send(2, SEQUENCE_START)
+    model.run_all()
+    assert last.ok
+
+
+# ---------------------------------------------------------------- direct
+
+
+def test_controls_and_inputs_reach_the_model_in_order() -> None:
+    """Controls come before the client's inputs."""
+    model = Model()
+    model.send(7, SEQUENCE_START, 5)
+    (request,) = model.running()
+    assert list(request.inputs) == ["START", "READY", "CORRID", "IN"]
+    assert [number(request, name) for name in request.inputs] == [1, 1, 7, 5]
+
+
+def test_the_position_in_the_batch_is_the_slot() -> None:
+    """Slots without a request get a filler, those behind the last request are left out."""
+    model = Model()
+    for each in (1, 2, 3):
+        model.send(each, SEQUENCE_START)
+    model.run_all()
+    model.send(2)
+    batch = model.running()
+    assert ids(batch) == [None, 2]
+    filler = batch[0]
+    assert (number(filler, "READY"), number(filler, "CORRID")) == (0, 0)
+    assert list(filler.inputs["IN"].shape) == [1, 1]
+
+
+def test_fillers_are_not_counted() -> None:
+    """Only real requests are inferences; the execution's size includes the fillers."""
+    model = Model()
+    for each in (1, 2):
+        model.send(each, SEQUENCE_START)
+    model.run_all()
+    model.send(2)
+    model.run_all()
+    statistics = model.statistics
+    assert (statistics.inference_count, statistics.success.count) == (3, 3)
+    assert (statistics.execution_count, statistics.pending) == (2, 0)
+    assert set(statistics.batch) == {2}
+
+
+def test_requests_of_one_sequence_run_one_after_the_other() -> None:
+    """Even when they are all queued, and on the same slot."""
+    model = Model()
+    clients = [
+        model.send(1, flags, value)
+        for value, flags in enumerate((SEQUENCE_START, 0, 0, SEQUENCE_END))
+    ]
+    for value in range(4):
+        assert [number(each, "IN") for each in model.running()] == [value]
+        model.finish()
+    assert all(client.ok for client in clients)
+    assert model.batcher.live_sequences == 0
+
+
+def test_a_request_of_another_shape_waits_for_the_next_execution() -> None:
+    """Its slot gets a filler meanwhile."""
+    model = Model(dims="-1")
+    model.send(1, SEQUENCE_START, shape=(1,))
+    model.send(2, SEQUENCE_START, shape=(2,))
+    model.send(3, SEQUENCE_START, shape=(1,))
+    assert ids(model.running()) == [1, None, 3]
+    model.finish()
+    assert ids(model.running()) == [None, 2]
+
+
+def test_a_batch_waits_for_its_minimum_utilization() -> None:
+    """Until enough slots are ready or the delay is over."""
+    model = Model("direct { max_queue_delay_microseconds: 100 minimum_slot_utilization: 0.5 }")
+    model.send(1, SEQUENCE_START)
+    assert model.running() == []
+    model.send(2, SEQUENCE_START)
+    assert ids(model.running()) == [1, 2]
+    model.finish()
+    model.send(1)
+    model.clock.advance(us=99)
+    assert model.running() == []
+    model.clock.advance(us=1)
+    assert ids(model.running()) == [1]
+
+
+def test_without_batching_an_instance_has_one_sequence() -> None:
+    """max_batch_size 0: the next sequence waits until the first one has ended."""
+    model = Model(max_batch_size=0)
+    model.send(1, SEQUENCE_START)
+    waiting = model.send(2, BOTH)
+    model.run_all()
+    assert not waiting.final
+    model.send(1, SEQUENCE_END)
+    model.run_all()
+    assert waiting.ok
+
+
+# ---------------------------------------------------------------- oldest
+
+
+def oldest(extra: str = "", **kwargs: Any) -> Model:
+    return Model(f"oldest {{ max_candidate_sequences: 8 {extra} }}", **kwargs)
+
+
+def test_oldest_batches_across_sequences_without_fillers() -> None:
+    """One request of each, in the order of arrival, up to the largest batch."""
+    model = oldest()
+    for each in (5, 4, 3, 2, 1):
+        model.send(each, SEQUENCE_START)
+    model.send(5)
+    assert ids(model.running()) == [5, 4, 3, 2]
+    model.finish()
+    assert ids(model.running()) == [1, 5]
+
+
+def test_oldest_waits_for_a_preferred_size() -> None:
+    """Preferred sizes go at once, others wait the delay."""
+    model = oldest("preferred_batch_size: [2] max_queue_delay_microseconds: 100")
+    model.send(1, SEQUENCE_START)
+    assert model.running() == []
+    model.send(2, SEQUENCE_START)
+    assert ids(model.running()) == [1, 2]
+    model.finish()
+    model.send(1)
+    model.clock.advance(us=100)
+    assert ids(model.running()) == [1]
+
+
+def test_oldest_ages_a_request_from_when_it_can_run() -> None:
+    """Time spent behind the request before it is no time in the batcher."""
+    model = oldest("preferred_batch_size: [2] max_queue_delay_microseconds: 100")
+    model.send(1, SEQUENCE_START)
+    model.send(1)
+    model.clock.advance(us=100)
+    assert len(model.running()) == 1
+    model.clock.advance(us=500)
+    model.finish()
+    assert model.running() == []
+    model.clock.advance(us=100)
+    assert ids(model.running()) == [1]
+
+
+# ---------------------------------------------------------------- leaving the queue
+
+
+def test_cancellation_takes_the_rest_of_the_sequence_with_it() -> None:
+    """What came before it runs, another sequence is not touched, the slot is free again."""
+    model = Model(max_batch_size=1)
+    running = model.send(1, SEQUENCE_START)
+    model.running()
+    queued = [model.send(1) for _ in range(3)]
+    other = model.send(2, BOTH)
+    queued[1].request.cancel()
+    assert not queued[0].final
+    assert [client.error.code for client in queued[1:]] == [StatusCode.CANCELLED] * 2
+    model.run_all()
+    assert running.ok
+    assert queued[0].ok
+    assert other.ok
+    assert model.statistics.failures["CANCELED"] == 2
+    with pytest.raises(InvalidArgumentError, match="START"):
+        model.send(1)
+
+
+def test_a_sequence_whose_client_disappears_leaves_after_the_idle_time() -> None:
+    """Its slot goes to who waits."""
+    model = Model("max_sequence_idle_microseconds: 1000", max_batch_size=1)
+    model.send(1, SEQUENCE_START)
+    model.run_all()
+    waiting = model.send(2, BOTH)
+    model.clock.advance(us=999)
+    assert model.running() == []
+    model.clock.advance(us=1)
+    model.run_all()
+    assert waiting.ok
+    with pytest.raises(InvalidArgumentError, match="START"):
+        model.send(1)
+
+
+def test_a_backlogged_sequence_times_out() -> None:
+    """All its requests get Triton's text and count as rejected."""
+    model = Model(max_batch_size=1)
+    model.send(1, SEQUENCE_START)
+    late = [model.send(2, SEQUENCE_START, timeout_us=50), model.send(2)]
+    model.clock.advance(us=50)
+    for client in late:
+        assert str(client.error) == "timeout of the corresponding sequence has been expired"
+        assert client.error.code is StatusCode.UNAVAILABLE
+    assert model.statistics.failures["REJECTED"] == 2
+
+
+def test_an_instance_that_dies_takes_its_own_sequences_only() -> None:
+    """Running and queued requests of it fail, START is needed again, others go on."""
+    model = Model(max_batch_size=1, instances=2)
+    first, other = model.send(1, SEQUENCE_START), model.send(2, SEQUENCE_START)
+    model.running()
+    queued = model.send(1)
+    model.instances[0].die()
+    model.clock.run()
+    assert str(first.error) == "the worker died"
+    assert str(queued.error) == (
+        "sequence 1 of model 'm' is lost: model instance 'm_0_0' ended unexpectedly"
+    )
+    with pytest.raises(InvalidArgumentError, match="START"):
+        model.send(1)
+    again = model.send(1, SEQUENCE_START)
+    model.finish(1)
+    assert other.ok
+    assert not again.final
+    model.instances[0].restart()
+    model.run_all()
+    assert again.ok
+
+
+# ---------------------------------------------------------------- implicit state
+
+STATE = 'state { input_name: "SI" output_name: "SO" data_type: TYPE_INT32 dims: [ 1 ] }'
+
+
+def test_a_state_output_is_the_next_state_input() -> None:
+    """It starts at zero, is reset by START, and the client does not see it."""
+    model = Model(STATE)
+    seen = []
+    for flags in (SEQUENCE_START, 0, 0, SEQUENCE_START):
+        client = model.send(1, flags)
+        (request,) = model.running()
+        assert next(iter(request.inputs)) == "SI"
+        seen.append(number(request, "SI"))
+        model.finish(SO=np.full((1, 1), seen[-1] + 3, np.int32))
+        assert [tensor.name for tensor in client.responses[0].outputs] == ["OUT"]
+    assert seen == [0, 3, 6, 0]
+
+
+def test_the_state_is_asked_for_with_the_client_s_outputs() -> None:
+    """A backend computes only what is requested."""
+    model = Model(STATE)
+    model.send(1, SEQUENCE_START, outputs=("OUT",))
+    (request,) = model.running()
+    assert request.requested_outputs == ("OUT", "SO")
+
+
+def test_a_state_of_the_wrong_shape_fails_that_request_only() -> None:
+    """It counts as a failure, the others of the batch are fine and the state is as before."""
+    model = Model(STATE)
+    bad, good = model.send(1, SEQUENCE_START), model.send(2, SEQUENCE_START)
+    model.running()
+    batch = model.instances[0].batches.pop()
+    for request, shape in zip(batch.requests, ((1, 2), (1, 1)), strict=True):
+        value = Tensor.from_numpy("SO", np.full(shape, 7, np.int32))
+        batch.send(request, InferenceResponse([value]))
+    batch.done()
+    assert "unexpected shape for state 'SO'" in str(bad.error)
+    assert good.ok
+    assert (model.statistics.success.count, model.statistics.failures["BACKEND"]) == (1, 1)
+    model.send(1)
+    model.send(2)
+    assert [number(request, "SI") for request in model.running()] == [0, 7]
+
+
+def test_sequences_with_implicit_state_survive_their_instance() -> None:
+    """The state is in the server."""
+    model = Model(STATE, max_batch_size=1)
+    model.send(1, SEQUENCE_START)
+    model.running()
+    model.finish(SO=np.full((1, 1), 5, np.int32))
+    model.instances[0].die()
+    model.send(1)
+    model.instances[0].restart()
+    assert number(model.running()[0], "SI") == 5
+
+
+# ---------------------------------------------------------------- iterative sequences
+
+
+def test_an_iterative_request_is_executed_until_it_is_released() -> None:
+    """The server makes the id and sets START once; others join between its executions."""
+    model = Model("iterative_sequence: true", more="model_transaction_policy { decoupled: true }")
+    first = model.send(0)
+    (request,) = model.running()
+    own_id = request.correlation_id
+    assert own_id
+    assert request.flags == SEQUENCE_START
+    second = model.send(0)
+    batch = model.instances[0].batches.pop()
+    batch.send(request, InferenceResponse([]), final=False)
+    batch.reschedule(request)
+    batch.done()
+    assert model.running() == [request, second.request]
+    assert (request.correlation_id, request.flags) == (own_id, 0)
+    assert number(request, "START") == 0
+    batch = model.instances[0].batches.pop()
+    for each in batch.requests:
+        batch.send(each, None)
+    batch.done()
+    assert (len(first.responses), first.final) == (1, 1)
+    assert (len(second.responses), second.final) == (0, 1)
+    assert model.statistics.pending == model.batcher.live_sequences == 0
+
+
+def test_a_cancelled_iterative_request_is_not_executed_again() -> None:
+    """It is answered when the model gives it back."""
+    model = Model("iterative_sequence: true")
+    client = model.send(0)
+    (request,) = model.running()
+    client.request.cancel()
+    batch = model.instances[0].batches.pop()
+    batch.reschedule(request)
+    batch.done()
+    assert client.error.code is StatusCode.CANCELLED
+    assert model.running() == []
+    assert model.batcher.live_sequences == 0
+
+
+def test_other_models_cannot_reschedule() -> None:
+    """The request is answered with Triton's text."""
+    model = Model()
+    client = model.send(1, SEQUENCE_START)
+    (request,) = model.running()
+    batch = model.instances[0].batches.pop()
+    batch.reschedule(request)
+    batch.done()
+    assert "Request is released with TRITONSERVER_REQUEST_RELEASE_RESCHEDULE" in str(client.error)
+
+
+# ---------------------------------------------------------------- everything at once
+
+
+@settings(max_examples=60)
+@given(data=st.data(), strategy=st.sampled_from(["direct { }", "oldest { }", "oldest { delay }"]))
+def test_random_traffic_is_answered_once_in_order_and_apart(
+    data: st.DataObject, strategy: str
+) -> None:
+    """No request is lost, answered twice, overtaken or given another sequence's state."""
+    strategy = strategy.replace(
+        "delay", "max_candidate_sequences: 3 max_queue_delay_microseconds: 50"
+    )
+    model = Model(
+        f"max_sequence_idle_microseconds: 400 {STATE} {strategy}",
+        max_batch_size=2,
+        instances=data.draw(st.integers(1, 2)),
+    )
+    clients: list[Client] = []
+    executed: dict[int | str, list[InferenceRequest]] = {}
+
+    def finish(index: int) -> None:
+        batch = model.instances[index].batches.pop(0)
+        for request in batch.requests:
+            if request.filler:
+                batch.send(request, InferenceResponse([]))
+                continue
+            history = executed.setdefault(request.correlation_id, [])
+            state = number(request, "SI")
+            if request.flags & SEQUENCE_START:
+                assert state == 0
+            else:
+                assert state == history[-1].inputs["IN"].as_numpy().item()
+            history.append(request)
+            value = Tensor.from_numpy("SO", request.inputs["IN"].as_numpy())
+            batch.send(request, InferenceResponse([value]))
+        batch.done()
+
+    for _ in range(data.draw(st.integers(1, 40))):
+        action = data.draw(st.sampled_from(["send", "send", "send", "finish", "cancel", "time"]))
+        if action == "send":
+            flags = data.draw(st.sampled_from([0, 0, SEQUENCE_START, SEQUENCE_END, BOTH]))
+            try:
+                clients.append(
+                    model.send(
+                        data.draw(st.integers(1, 4)),
+                        flags,
+                        len(clients) + 1,
+                        timeout_us=data.draw(st.sampled_from([0, 0, 200])),
+                    )
+                )
+            except InvalidArgumentError:
+                assert not flags & SEQUENCE_START
+        elif action == "finish":
+            index = data.draw(st.integers(0, len(model.instances) - 1))
+            if model.running(index):
+                finish(index)
+        elif action == "cancel" and clients:
+            data.draw(st.sampled_from(clients)).request.cancel()
+        else:
+            model.clock.advance(us=data.draw(st.sampled_from([1, 60, 500])))
+    for _ in range(500):
+        for index in range(len(model.instances)):
+            if model.running(index):
+                finish(index)
+        model.clock.advance(us=500)
+    assert all(client.final == 1 for client in clients)
+    assert len(model.released) == len(clients)
+    order = {id(client.request): position for position, client in enumerate(clients)}
+    for history in executed.values():
+        positions = [order[id(request)] for request in history]
+        assert positions == sorted(positions)
+    assert model.batcher.live_sequences == model.batcher.queued == 0
+    assert model.statistics.pending == 0
