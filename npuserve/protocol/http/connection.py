@@ -17,46 +17,50 @@ if TYPE_CHECKING:
 
 
 class HttpConnection(asyncio.BufferedProtocol):
-    """Socket side of an `HttpSession`."""
+    """Socket side of an `HttpSession`.
 
-    __slots__ = ("_direct", "_read_buffer", "_session")
+    Attributes:
+        session: what the bytes mean.
+    """
+
+    __slots__ = ("_direct", "_read_buffer", "session")
 
     def __init__(self, front: FrontEnd, **uvicorn_arguments: Any) -> None:
-        self._session = HttpSession(front, **uvicorn_arguments)
+        self.session = HttpSession(front, **uvicorn_arguments)
         self._read_buffer = front.read_buffer
         self._direct = False
 
     def get_buffer(self, sizehint: int) -> memoryview:
         """Where the next bytes go; the event loop reads at once."""
-        place = self._session.unfilled
+        place = self.session.unfilled
         self._direct = place is not None
         return self._read_buffer if place is None else place
 
     def buffer_updated(self, nbytes: int) -> None:
         """`nbytes` bytes were received."""
         if self._direct:
-            self._session.received_body(nbytes)
+            self.session.received_body(nbytes)
         else:
-            self._session.received(self._read_buffer[:nbytes])
+            self.session.received(self._read_buffer[:nbytes])
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """The socket is open."""
-        self._session.connection_made(transport)  # type: ignore[arg-type]
+        self.session.connection_made(transport)  # type: ignore[arg-type]
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The socket is closed."""
-        self._session.connection_lost(exc)
+        self.session.connection_lost(exc)
 
     def eof_received(self) -> None:
         """The client has closed its side: close ours."""
 
     def pause_writing(self) -> None:
         """Too much waits to be written."""
-        self._session.pause_writing()
+        self.session.pause_writing()
 
     def resume_writing(self) -> None:
         """The client has read most of it."""
-        self._session.resume_writing()
+        self.session.resume_writing()
 
 
 def connection_class(front: FrontEnd) -> Callable[..., HttpConnection]:

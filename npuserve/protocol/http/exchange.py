@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 # Tensors start at a multiple of this in their buffer.
 _ALIGNMENT = 64
+_NOTHING = memoryview(b"")
 _MAX_CHUNKS = 65536
 _TOO_MANY_CHUNKS = (
     f"Chunked request body exceeds maximum of {_MAX_CHUNKS} non-empty chunks. Send fewer or "
@@ -37,7 +38,7 @@ class InferExchange:
 
     __slots__ = (
         "_body", "_call", "_current", "_headers", "_part_bytes", "_parts", "_received", "_refusal",
-        "_session", "_target", "keep_alive", "response_complete", "unfilled", "waits_for_continue",
+        "_session", "_target", "keep_alive", "response_complete", "unfilled",
     )  # fmt: skip
 
     def __init__(
@@ -55,8 +56,7 @@ class InferExchange:
         self._received = False
         self.keep_alive = keep_alive
         self.response_complete = False
-        self.unfilled = memoryview(b"")
-        self.waits_for_continue = False
+        self.unfilled = _NOTHING
 
     # --------------------------------------------------------------- the body
 
@@ -117,6 +117,7 @@ class InferExchange:
     def _take_body(self) -> Buffer:
         body, self._body = self._body, None
         if body is not None:
+            self.unfilled = _NOTHING  # an empty slice, too, would keep the buffer
             return body
         parts, self._parts = self._parts, []
         return parts[0] if len(parts) == 1 else b"".join(parts)
@@ -128,7 +129,7 @@ class InferExchange:
         self._current = True
         if self._received or self._refusal is not None:
             self._run()
-        elif self.waits_for_continue:
+        elif self._headers.expects_continue:
             self._session.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def _run(self) -> None:
@@ -156,7 +157,7 @@ class InferExchange:
             self._run()
 
     def _drop_body(self) -> None:
-        self._body, self.unfilled = None, memoryview(b"")
+        self._body, self.unfilled = None, _NOTHING
         self._parts.clear()
 
     def abandon(self) -> None:

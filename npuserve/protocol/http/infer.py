@@ -52,24 +52,39 @@ class InferTarget(NamedTuple):
 
 
 class InferHeaders:
-    """The headers of an infer request that mean something; all of them for the rest."""
+    """The headers of an infer request that mean something; all of them for the rest.
 
-    __slots__ = ("accept_encoding", "content_encoding", "fields", "json_length")
+    Attributes:
+        fields: all, as sent.
+        content_length: declared length of the body; 0 for none and for chunks.
+        json_length: Inference-Header-Content-Length as sent, None without one.
+    """
+
+    __slots__ = (
+        "accept_encoding", "content_encoding", "content_length", "expects_continue", "fields",
+        "json_length",
+    )  # fmt: skip
 
     def __init__(self, fields: Sequence[tuple[bytes, bytes]]) -> None:
         self.fields = fields
+        self.content_length = 0
         self.json_length: bytes | None = None
         self.content_encoding = b""
         self.accept_encoding = b""
+        self.expects_continue = False
         for name, value in fields:
-            # Lengths first: most headers are told apart without making a lower-case copy.
-            length = len(name)
-            if length == 31 and name.lower() == b"inference-header-content-length":
-                self.json_length = value
-            elif length == 16 and name.lower() == b"content-encoding":
-                self.content_encoding = value
-            elif length == 15 and name.lower() == b"accept-encoding":
-                self.accept_encoding = value
+            # By length first, which tells most headers apart without a lower-case copy.
+            match len(name):
+                case 14 if name.lower() == b"content-length":
+                    self.content_length = int(value)  # the parser accepted it
+                case 31 if name.lower() == b"inference-header-content-length":
+                    self.json_length = value
+                case 15 if name.lower() == b"accept-encoding":
+                    self.accept_encoding = value
+                case 16 if name.lower() == b"content-encoding":
+                    self.content_encoding = value
+                case 6 if name.lower() == b"expect":
+                    self.expects_continue = value.lower() == b"100-continue"
 
 
 class InferService:

@@ -147,13 +147,28 @@ class HttpSession(HttpToolsProtocol):
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
-            # An offer the server may ignore (h2c from Java's client, WebSocket): serve HTTP/1.1.
             (consumed,) = upgrade.args
-            self._new_parser()
-            if len(data) > consumed:
-                self._feed(data[consumed:])
+            self._decline_upgrade(data[consumed:])
         except httptools.HttpParserError as error:
             self.send_400_response(f"invalid HTTP request: {error}")
+
+    def _decline_upgrade(self, rest: memoryview) -> None:
+        """Serve HTTP/1.1 to a client that offered another protocol (h2c by Java, WebSocket).
+
+        The parser takes the body for the other protocol's data, so the head is parsed again
+        without the offer.
+        """
+        method = self.parser.get_method()
+        if method == b"CONNECT":
+            self.send_400_response("CONNECT is not supported")
+            return
+        kept = (b"%b: %b\r\n" % field for field in self.headers if field[0].lower() != b"upgrade")
+        version = self.parser.get_http_version().encode()
+        head = b"%b %b HTTP/%b\r\n%b\r\n" % (method, self.url, version, b"".join(kept))
+        self._new_parser()
+        self._feed(memoryview(head))
+        if rest:
+            self._feed(rest)
 
     # -------------------------------------------------------- parser callbacks
 
@@ -173,7 +188,11 @@ class HttpSession(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """Decide who answers the request."""
-        if self._phase is _Phase.DISCARD:
+        if self._phase is _Phase.DISCARD or self.parser.should_upgrade():
+            return
+        if self.parser.get_http_version() == "0.9":
+            self.send_400_response("HTTP/0.9 is not supported")
+            self.discard_input()
             return
         self._phase = _Phase.BODY
         target = self.front.infer_target(self.url)
@@ -197,11 +216,11 @@ class HttpSession(HttpToolsProtocol):
 
     def _begin_infer(self, target: InferTarget) -> None:
         keep_alive = self.parser.should_keep_alive() and self.parser.get_http_version() != "1.0"
-        exchange = InferExchange(self, target, InferHeaders(self.headers), keep_alive)
+        headers = InferHeaders(self.headers)
+        exchange = InferExchange(self, target, headers, keep_alive)
         previous, self.cycle = self.cycle, exchange
-        length, exchange.waits_for_continue = _body_headers(self.headers)
-        if length > LARGE_TENSOR_BYTES:
-            exchange.expect_body(length)
+        if headers.content_length > LARGE_TENSOR_BYTES:
+            exchange.expect_body(headers.content_length)
         if previous is None or previous.response_complete:
             self._start_asgi_task(exchange, self.app)
         else:
@@ -218,6 +237,8 @@ class HttpSession(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """The request is whole."""
+        if self.parser.should_upgrade():
+            return
         if self._phase is not _Phase.DISCARD:
             self._phase = _Phase.IDLE
         exchange = self.cycle
@@ -320,15 +341,3 @@ class HttpSession(HttpToolsProtocol):
         self.pipeline.clear()
         self.cycle = self._current = None
         super().connection_lost(exc)
-
-
-def _body_headers(headers: list[tuple[bytes, bytes]]) -> tuple[int, bool]:
-    """Declared length of the body (0 for none or chunks), and whether to send 100 Continue."""
-    length, expects = 0, False
-    for name, value in headers:
-        size = len(name)
-        if size == 14 and name.lower() == b"content-length":
-            length = int(value)  # the parser accepted it
-        elif size == 6 and name.lower() == b"expect":
-            expects = value.lower() == b"100-continue"
-    return length, expects

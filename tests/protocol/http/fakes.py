@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -226,10 +227,8 @@ class Client:
 
     async def close(self) -> None:
         self.writer.close()
-        try:
+        with contextlib.suppress(ConnectionError):  # the server was faster
             await self.writer.wait_closed()
-        except ConnectionError:
-            pass  # the server was faster
 
 
 def post(path: str, body: bytes = b"", *headers: str) -> bytes:

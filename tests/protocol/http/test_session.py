@@ -1,0 +1,335 @@
+"""Connections byte by byte: cuts, pipelining, back-pressure, time-outs, hang-ups. No sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import re
+from collections.abc import AsyncIterator
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from npuserve.protocol.http.session import (
+    DISCARD_SECONDS,
+    HEAD_SECONDS,
+    MAX_HEAD_BYTES,
+    STALL_SECONDS,
+)
+from npuserve.response import InferenceResponse
+from tests.protocol.http.fakes import (
+    FakeModel,
+    FakeServer,
+    Held,
+    infer_binary,
+    infer_json,
+    post,
+    post_binary,
+)
+from tests.protocol.http.wire import Wire
+
+PATH = "/v2/models/echo/infer"
+
+
+@pytest.fixture
+async def server() -> FakeServer:
+    """A server whose model echoes."""
+    return FakeServer()
+
+
+@pytest.fixture
+async def wire(server: FakeServer) -> AsyncIterator[Wire]:
+    """A connection to it."""
+    wire = Wire(server)
+    yield wire
+    wire.close()
+
+
+def in_loop(pieces: list[bytes]) -> Wire:
+    """Feed the pieces to a new connection, in an event loop of its own, for property tests."""
+
+    async def run() -> Wire:
+        wire = Wire(FakeServer())
+        for piece in pieces:
+            wire.feed(piece)
+        wire.close()
+        return wire
+
+    return asyncio.run(run())
+
+
+CHUNKED = (
+    f"POST {PATH} HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
+    + b"".join(
+        b"%x\r\n%b\r\n" % (len(p), p) for p in re.findall(b".{1,9}", infer_json([1], id="c"))
+    )
+    + b"0\r\n\r\n"
+)
+STREAM = (
+    post(PATH, infer_json([1, 2], id="a"))
+    + CHUNKED
+    + post_binary(*infer_binary(b"\1\2\3\4" * 20, id="b"))
+    + post(PATH, b"{bad")
+    + post_binary(*infer_binary(b"\1\2\3\4" * 10_000, id="large"), path=PATH + "?x=%20")
+    + post("/v2/models/none/infer", infer_json([1]))
+    + post(PATH, infer_json([3], id="z"), "Connection: close")
+)
+
+
+def test_the_stream_gets_its_replies() -> None:
+    """What the property below compares is right."""
+    wire = in_loop([STREAM])
+    assert wire.ids == ["a", "c", "b", "large", "z"]
+    assert wire.statuses == [200, 200, 200, 400, 200, 404, 200]
+
+
+@given(st.lists(st.integers(1, len(STREAM) - 1), max_size=12))
+def test_any_cut_of_the_stream_gives_the_same_replies(cuts: list[int]) -> None:
+    """Where the packets end changes nothing."""
+    places = sorted({0, *cuts, len(STREAM)})
+    pieces = [STREAM[a:b] for a, b in itertools.pairwise(places)]
+    assert in_loop(pieces).written == in_loop([STREAM]).written
+
+
+@given(st.lists(st.binary(min_size=1, max_size=200), min_size=1, max_size=4))
+def test_random_bytes_get_400_or_nothing(pieces: list[bytes]) -> None:
+    """Garbage never makes a 500 and never raises."""
+    assert set(in_loop(pieces).statuses) <= {400}
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=8,
+)
+members = st.sampled_from(
+    ["id", "inputs", "outputs", "parameters", "name", "datatype", "shape", "data",
+     "binary_data_size", "shared_memory_region", "classification", "binary_data"]
+)  # fmt: skip
+documents = st.recursive(
+    json_values,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(members, inner, max_size=5),
+    max_leaves=20,
+)
+
+
+@given(documents, st.binary(max_size=20))
+def test_random_documents_never_get_a_500(document: object, binary: bytes) -> None:
+    """Whatever the JSON says, the client is told what is wrong with it."""
+    (status,) = in_loop([post_binary(json.dumps(document).encode(), binary)]).statuses
+    assert status in (200, 400, 404)
+
+
+async def test_pipelined_requests_are_answered_in_order() -> None:
+    """The second starts after the first, and reading pauses meanwhile."""
+    held = Held()
+    wire = Wire(FakeServer(FakeModel(answer=held)))
+    wire.feed(post(PATH, infer_json([1], id="a")) + post(PATH, infer_json([2], id="b")))
+    first = held.requests.get_nowait()
+    assert held.requests.empty()
+    assert not wire.transport.is_reading()
+    first.deliver(InferenceResponse([]), final=True)
+    second = await held.requests.get()
+    assert wire.transport.is_reading()
+    second.deliver(InferenceResponse([]), final=True)
+    assert wire.ids == ["a", "b"]
+    wire.close()
+
+
+async def test_hundreds_of_requests_in_one_packet() -> None:
+    """Many small requests need no deep recursion."""
+    held = Held()
+    wire = Wire(FakeServer(FakeModel(answer=held), FakeModel("fast")))
+    wire.feed(post(PATH, infer_json([0], id="first")))
+    many = [post("/v2/models/fast/infer", infer_json([1], id=f"r{i}")) for i in range(300)]
+    wire.feed(b"".join(many) + post(PATH, infer_json([0], id="last")))
+    for _ in range(2):
+        (await held.requests.get()).deliver(InferenceResponse([]), final=True)
+    assert wire.ids == ["first", *(f"r{i}" for i in range(300)), "last"]
+    wire.close()
+
+
+async def test_hanging_up_cancels_the_request() -> None:
+    """A response that comes later is dropped and nothing is written."""
+    held = Held()
+    wire = Wire(FakeServer(FakeModel(answer=held)))
+    wire.feed(post(PATH, infer_json([1])))
+    request = held.requests.get_nowait()
+    wire.hang_up()
+    assert request.cancelled
+    request.deliver(InferenceResponse([]), final=True)
+    assert not wire.written
+    wire.close()
+
+
+async def test_hanging_up_in_a_body_frees_its_buffer(server: FakeServer, wire: Wire) -> None:
+    """A large body that never ends leaves nothing behind."""
+    head, blob = infer_binary(bytes(1_000_000))
+    wire.feed(post_binary(head, blob)[:500_000])
+    assert server.buffer_pool.leased_bytes > 0
+    wire.hang_up()
+    assert server.buffer_pool.leased_bytes == 0
+    assert server.requests == []
+
+
+async def test_buffers_are_freed_with_the_reply(server: FakeServer, wire: Wire) -> None:
+    """No reference cycle keeps a body until the garbage collector comes."""
+    wire.feed(post_binary(*infer_binary(bytes(1_000_000))))
+    assert wire.statuses == [200]
+    server.requests.clear()
+    assert server.buffer_pool.leased_bytes == 0
+
+
+async def test_the_tensor_of_a_large_body_is_aligned(server: FakeServer, wire: Wire) -> None:
+    """The data behind the JSON start at a multiple of 64 bytes."""
+    wire.feed(post_binary(*infer_binary(bytes(1_000_000))))
+    (tensor,) = server.requests[0].inputs.values()
+    assert np.frombuffer(tensor.data, np.uint8).ctypes.data % 64 == 0
+
+
+@pytest.mark.parametrize("declared", [True, False], ids=["length", "chunks"])
+async def test_a_body_over_the_limit_is_refused(server: FakeServer, declared: bool) -> None:
+    """The reply comes before the body, which is thrown away; then the connection closes."""
+    wire = Wire(server, http_max_body_size=50_000)
+    if declared:
+        wire.feed(post(PATH, bytes(60_000))[:5_000])
+    else:
+        head = f"POST {PATH} HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
+        wire.feed(head + b"EA60\r\n" + bytes(60_000))
+    assert wire.statuses == [400]
+    assert b"--http-max-body-size" in wire.written
+    assert b"Connection: close" in wire.written
+    wire.feed(bytes(60_000) + post(PATH, infer_json([1])))
+    assert server.requests == []
+    wire.session.expire(server.loop.time() + DISCARD_SECONDS + 1)
+    assert wire.transport.closed
+    wire.close()
+
+
+async def test_an_absurd_length_is_refused(wire: Wire) -> None:
+    """Nothing is allocated for it."""
+    wire.feed(f"POST {PATH} HTTP/1.1\r\nContent-Length: {2**62}\r\n\r\n".encode())
+    assert wire.statuses == [400]
+    assert str(2**62).encode() in wire.written
+
+
+async def test_an_endless_head_is_refused(wire: Wire) -> None:
+    """A head may have so many bytes and no more."""
+    wire.feed(b"POST /v2 HTTP/1.1\r\n")
+    wire.feed(b"x-filler: y\r\n" * (MAX_HEAD_BYTES // 10))
+    assert wire.statuses == [400]
+    assert wire.transport.closed
+
+
+@pytest.mark.parametrize(
+    ("sent", "limit"),
+    [
+        (b"", 75.0),
+        (b"POST /v2/models/echo/in", HEAD_SECONDS),
+        (post(PATH, infer_json([1]))[:-1], STALL_SECONDS),
+        (post(PATH, infer_json([1])), 75.0),
+    ],
+    ids=["silent", "head", "body", "answered"],
+)
+async def test_a_client_that_takes_too_long_is_closed(
+    server: FakeServer, wire: Wire, sent: bytes, limit: float
+) -> None:
+    """Each phase of a connection has its limit."""
+    wire.feed(sent)
+    now = server.loop.time()
+    wire.session.expire(now + limit - 1)
+    assert not wire.transport.closed
+    wire.session.expire(now + limit + 1)
+    assert wire.transport.closed
+
+
+async def test_a_running_request_has_no_limit() -> None:
+    """A slow model does not cost the connection."""
+    held = Held()
+    server = FakeServer(FakeModel(answer=held))
+    wire = Wire(server)
+    wire.feed(post(PATH, infer_json([1])))
+    wire.session.expire(server.loop.time() + 1e6)
+    assert not wire.transport.closed
+    wire.close()
+
+
+async def test_dripping_a_head_does_not_extend_its_limit(server: FakeServer, wire: Wire) -> None:
+    """Bytes now and then (slow loris) are not progress."""
+    wire.feed(b"POST /v2/models/echo/infer HTTP/1.1\r\n")
+    start = server.loop.time()
+    for _ in range(5):
+        wire.feed(b"x: y\r\n")
+    wire.session.expire(start + HEAD_SECONDS + 1)
+    assert wire.transport.closed
+
+
+async def test_a_client_that_does_not_read_may_not_send(server: FakeServer, wire: Wire) -> None:
+    """Reading goes on when the replies have left."""
+    wire.pause_writing()
+    wire.feed(post(PATH, infer_json([1])))
+    assert not wire.transport.is_reading()
+    wire.resume_writing()
+    assert wire.transport.is_reading()
+    wire.pause_writing()
+    wire.feed(post(PATH, infer_json([1])))
+    wire.session.expire(server.loop.time() + STALL_SECONDS + 1)
+    assert wire.transport.closed
+
+
+async def test_continue_is_sent_when_asked_for(wire: Wire) -> None:
+    """A client that waits for 100 Continue gets it, then its reply."""
+    request = post(PATH, infer_json([1]), "Expect: 100-continue")
+    end = request.index(b"\r\n\r\n") + 4
+    wire.feed(request[:end])
+    assert wire.statuses == [100]
+    wire.feed(request[end:])
+    assert wire.statuses == [100, 200]
+
+
+async def test_no_continue_for_a_refused_body(server: FakeServer) -> None:
+    """A body that is too large is refused at once."""
+    wire = Wire(server, http_max_body_size=50_000)
+    wire.feed(post(PATH, bytes(60_000), "Expect: 100-continue")[:300])
+    assert wire.statuses == [400]
+    wire.close()
+
+
+async def test_an_upgrade_offer_is_ignored(wire: Wire) -> None:
+    """Java's client offers h2c with every first request; it is served HTTP/1.1."""
+    offer = ("Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAMAAABk")
+    wire.feed(post(PATH, infer_json([1], id="a"), *offer) + post(PATH, infer_json([1], id="b")))
+    assert wire.ids == ["a", "b"]
+
+
+async def test_connect_is_refused(wire: Wire) -> None:
+    """This is no proxy."""
+    wire.feed(b"CONNECT example.com:443 HTTP/1.1\r\nHost: example.com\r\n\r\n")
+    assert wire.statuses == [400]
+    assert wire.transport.closed
+
+
+async def test_two_responses_of_a_model_that_is_not_decoupled() -> None:
+    """The client gets one reply: an error."""
+    held = Held()
+    wire = Wire(FakeServer(FakeModel(answer=held)))
+    wire.feed(post(PATH, infer_json([1])))
+    request = held.requests.get_nowait()
+    request.deliver(InferenceResponse([]), final=False)
+    request.deliver(InferenceResponse([]), final=True)
+    assert wire.statuses == [500]
+    assert b"expected a single response, got 2" in wire.written
+    wire.close()
+
+
+async def test_no_response_at_all_is_an_error() -> None:
+    """A request that ends without a response does not hang."""
+    held = Held()
+    wire = Wire(FakeServer(FakeModel(answer=held)))
+    wire.feed(post(PATH, infer_json([1])))
+    held.requests.get_nowait().deliver(None, final=True)
+    assert wire.statuses == [500]
+    wire.close()
