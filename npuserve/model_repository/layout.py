@@ -3,6 +3,7 @@
     <repository>/<model>/config.pbtxt
     <repository>/<model>/<version>/<model file>
 
+A repository in a cloud is listed the same way; its models have local copies (cloud.py).
 Links are followed everywhere, so that Kubernetes volumes (`config.pbtxt -> ..data/config.pbtxt`)
 and linked model folders work. All functions block on the file system.
 """
@@ -11,12 +12,14 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
 from npuserve.errors import InternalError, InvalidArgumentError
+from npuserve.model_repository.cloud import cloud_repository
+from npuserve.model_repository.cloud_location import scheme_of
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +38,7 @@ class ModelDirectory:
 
     Attributes:
         name: folder name, which is the name of the model.
-        path: the folder.
+        path: the folder; for a model in a cloud, of the local copy that `fetch` makes.
         versions: version numbers present, ascending.
         repository: the repository as the command line names it.
     """
@@ -73,17 +76,21 @@ class Scan:
     problems: dict[str, str] = field(default_factory=dict)
 
 
+# Modification time (ns, or what a cloud has for it) and size in bytes.
+FileState = tuple[int | str, int]
+
+
 @dataclass(frozen=True)
 class Fingerprint:
     """State of the files of a model; equal fingerprints mean nothing changed.
 
     Attributes:
-        config: state of the configuration files.
+        config: state of the configuration files: (modification time, bytes).
         files: state of all other files, by path in the model folder.
     """
 
-    config: Mapping[str, tuple[int, int]]
-    files: Mapping[str, tuple[int, int]]
+    config: Mapping[str, FileState]
+    files: Mapping[str, FileState]
 
 
 def scan_repositories(repositories: Sequence[str]) -> Scan:
@@ -96,7 +103,8 @@ def scan_repositories(repositories: Sequence[str]) -> Scan:
     models: dict[str, ModelDirectory] = {}
     problems: dict[str, str] = {}
     for repository in dict.fromkeys(repositories):
-        for directory in _models_in(repository):
+        models_in = _models_in_cloud if scheme_of(repository) else _models_in
+        for directory in models_in(repository):
             if directory.name in models or directory.name in problems:
                 models.pop(directory.name, None)
                 problems[directory.name] = DUPLICATE
@@ -109,11 +117,21 @@ def scan_repositories(repositories: Sequence[str]) -> Scan:
     return Scan(models, problems)
 
 
+def fetch(directory: ModelDirectory) -> None:
+    """Make sure that the files of a model are at `directory.path`.
+
+    Raises:
+        InternalError: a copy from a cloud failed.
+    """
+    if scheme_of(directory.repository):
+        cloud_repository(directory.repository).download(directory.name, directory.path)
+
+
 def fingerprint(directory: ModelDirectory) -> Fingerprint:
     """State of all files below a model folder; files that vanish meanwhile are left out."""
-    config: dict[str, tuple[int, int]] = {}
-    files: dict[str, tuple[int, int]] = {}
-    for relative, state in _file_states(directory.path):
+    config: dict[str, FileState] = {}
+    files: dict[str, FileState] = {}
+    for relative, state in _file_states(directory):
         is_config = relative == CONFIG_FILE or relative.startswith("configs/")
         (config if is_config else files)[relative] = state
     # An empty version folder is content too: it is all an ensemble has.
@@ -141,6 +159,17 @@ def _models_in(repository: str) -> Iterator[ModelDirectory]:
             yield directory
 
 
+def _models_in_cloud(repository: str) -> Iterator[ModelDirectory]:
+    cloud = cloud_repository(repository)
+    for name, files in sorted(cloud.refresh().items()):
+        folders = {path.partition("/")[0] for path in files if "/" in path}
+        if name.startswith("."):
+            continue
+        versions = tuple(sorted(_version_numbers(folders)))
+        if versions or CONFIG_FILE in files or "configs" in folders:
+            yield ModelDirectory(name, cloud.local_path(name), versions, repository)
+
+
 def _is_model(directory: ModelDirectory) -> bool:
     """Whether a folder has anything of a model.
 
@@ -156,11 +185,12 @@ def _is_model(directory: ModelDirectory) -> bool:
 
 
 def _versions_in(path: Path) -> Iterator[int]:
-    for entry in path.iterdir():
-        name = entry.name
+    return _version_numbers(entry.name for entry in path.iterdir() if entry.is_dir())
+
+
+def _version_numbers(folders: Iterable[str]) -> Iterator[int]:
+    for name in folders:
         if name in _RESERVED_FOLDERS or name in _GENERATED or name.startswith("."):
-            continue
-        if not entry.is_dir():
             continue
         version = _version_number(name)
         if version is not None:
@@ -185,8 +215,13 @@ def _version_number(name: str) -> int | None:
     return number
 
 
-def _file_states(root: Path) -> Iterator[tuple[str, tuple[int, int]]]:
-    """(path in the model, (modification time in ns, bytes)) of every file, links followed."""
+def _file_states(directory: ModelDirectory) -> Iterator[tuple[str, FileState]]:
+    """(path in the model, state) of every file; links are followed."""
+    if scheme_of(directory.repository):
+        files = cloud_repository(directory.repository).files(directory.name)
+        yield from (item for item in files.items() if not item[0].endswith("/"))
+        return
+    root = directory.path
     for folder, folders, names in os.walk(root, followlinks=True):
         folders[:] = [
             name for name in folders if not name.startswith(".") and name not in _GENERATED

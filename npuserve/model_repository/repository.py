@@ -45,6 +45,7 @@ def load_config(
     Raises:
         InvalidArgumentError: unreadable, for another model, or invalid already.
     """
+    layout.fetch(directory)
     if override_json is None:
         config = _read_config(directory, options)
     else:

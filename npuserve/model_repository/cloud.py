@@ -1,0 +1,204 @@
+"""Local copies of models that lie in a cloud (s3://, gs://, as://).
+
+One listing of a repository tells models, versions and changes; a model is downloaded when its
+configuration is first read. A copy is never changed: another state of the model gets another
+folder, so that a version which still serves keeps its files. Everything blocks.
+"""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import logging
+import os
+import shutil
+import tempfile
+import threading
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from npuserve.errors import InternalError, InvalidArgumentError, UnavailableError
+from npuserve.model_repository.cloud_location import (
+    MOUNT_VARIABLES,
+    filesystem_options,
+    parse_location,
+)
+
+log = logging.getLogger(__name__)
+
+_MODULES = {"s3": "s3fs", "gs": "gcsfs", "as": "adlfs"}
+_CLASSES = {"s3": "S3FileSystem", "gs": "GCSFileSystem", "as": "AzureBlobFileSystem"}
+
+# Copies kept of one model: the one that serves and the one that is to replace it.
+_KEPT_COPIES = 2
+
+
+class CloudRepository:
+    """One repository URL with its local copies. Thread-safe."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._location = parse_location(url)
+        self._lock = threading.Lock()
+        self._filesystem = _open_filesystem(url)
+        mount = os.environ.get(MOUNT_VARIABLES[self._location.scheme]) or None
+        self._root = Path(tempfile.mkdtemp(prefix="npuserve-cloud-", dir=mount))
+        self._listing: dict[str, dict[str, tuple[str, int]]] = {}
+
+    def refresh(self) -> dict[str, dict[str, tuple[str, int]]]:
+        """List the repository anew: model → {path in the model: (state, bytes)}.
+
+        Raises:
+            InternalError: it does not exist.
+            InvalidArgumentError: it cannot be read with these credentials.
+        """
+        with self._lock:
+            self._listing = self._list()
+            return self._listing
+
+    def files(self, name: str) -> dict[str, tuple[str, int]]:
+        """The files of a model as of the last `refresh`."""
+        return self._listing.get(name, {})
+
+    def local_path(self, name: str) -> Path:
+        """Folder where the present state of a model is, or will be, copied to."""
+        text = repr(sorted(self.files(name).items()))
+        digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+        return self._root / name / digest / name
+
+    def download(self, name: str, target: Path) -> None:
+        """Copy a model to `target`, unless that is done already.
+
+        Raises:
+            InternalError: an object cannot be read.
+        """
+        with self._lock:
+            if target.exists():
+                return
+            log.info("copying model '%s' from %s", name, self._url)
+            # Half a copy must not be taken for a whole one.
+            partial = target.with_name(f"{name}.partial")
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+            try:
+                for path in self.files(name):
+                    self._copy(f"{self._location.path}/{name}/{path}", partial / path)
+            except OSError as error:
+                raise InternalError(
+                    f"failed to copy model '{name}' from {self._url}: {error}"
+                ) from error
+            partial.rename(target)
+            self._remove_old_copies(target)
+
+    def close(self) -> None:
+        """Remove all copies."""
+        shutil.rmtree(self._root, ignore_errors=True)
+
+    def _copy(self, remote: str, local: Path) -> None:
+        if remote.endswith("/"):  # an object that stands for a folder
+            local.mkdir(parents=True, exist_ok=True)
+            return
+        local.parent.mkdir(parents=True, exist_ok=True)
+        self._filesystem.get_file(remote, str(local))
+
+    def _remove_old_copies(self, newest: Path) -> None:
+        copies = sorted(newest.parent.parent.iterdir(), key=lambda path: path.stat().st_mtime_ns)
+        for path in copies[:-_KEPT_COPIES]:
+            if path != newest.parent:
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _list(self) -> dict[str, dict[str, tuple[str, int]]]:
+        try:
+            objects = self._find()
+        except PermissionError:
+            # Keys are rotated while servers run: read them once more before giving up.
+            self._filesystem = _open_filesystem(self._url)
+            try:
+                objects = self._find()
+            except PermissionError as error:
+                raise InvalidArgumentError(f"no access to {self._url}: {error}") from error
+        if not objects:
+            raise InternalError(f"failed to stat file {self._url}")
+        listing: dict[str, dict[str, tuple[str, int]]] = {}
+        for model, path, info in self._split(objects):
+            listing.setdefault(model, {})[path] = (_state(info), int(info.get("size") or 0))
+        return listing
+
+    def _find(self) -> dict[str, dict[str, Any]]:
+        self._filesystem.invalidate_cache()
+        found: dict[str, dict[str, Any]] = self._filesystem.find(
+            self._location.path, detail=True, withdirs=True
+        )
+        return found
+
+    def _split(
+        self, objects: dict[str, dict[str, Any]]
+    ) -> Iterator[tuple[str, str, dict[str, Any]]]:
+        """(model, path in it, properties) of every object below a model folder."""
+        prefix = self._location.path + "/"
+        for key, info in objects.items():
+            model, slash, path = key.removeprefix(prefix).partition("/")
+            folder = info.get("type") == "directory"
+            if not key.startswith(prefix) or not model or not (slash or folder):
+                continue
+            if folder:
+                path = f"{path.rstrip('/')}/" if path.strip("/") else ""
+                info = {}  # folders have no state of their own
+            if path:
+                yield model, path, info
+
+
+_repositories: dict[str, CloudRepository] = {}
+_repositories_lock = threading.Lock()
+
+
+def cloud_repository(url: str) -> CloudRepository:
+    """The one object for a URL; the copies it made are shared by all who ask."""
+    with _repositories_lock:
+        if url not in _repositories:
+            _repositories[url] = CloudRepository(url)
+        return _repositories[url]
+
+
+@atexit.register
+def close_cloud_repositories() -> None:
+    """Remove the local copies of all repositories."""
+    while _repositories:
+        _repositories.popitem()[1].close()
+
+
+def _open_filesystem(url: str) -> Any:
+    location = parse_location(url)
+    options = filesystem_options(url, location, os.environ)
+    name = _MODULES[location.scheme]
+    try:
+        module = import_module(name)
+    except ImportError as error:
+        raise UnavailableError(
+            f"{name} is needed for {url} and cannot be imported ({error}): "
+            "pip install 'npuserve[cloud]'"
+        ) from error
+    if "auth_type" in options:
+        options["credential"] = _azure_credential(
+            options.pop("auth_type"), options.pop("client_id")
+        )
+    # fsspec shares instances between equal arguments; new credentials must not be ignored.
+    return getattr(module, _CLASSES[location.scheme])(skip_instance_cache=True, **options)
+
+
+def _azure_credential(auth_type: str, client_id: str) -> Any:
+    identity = import_module("azure.identity.aio")
+    if auth_type == "managed_identity":
+        arguments = {"client_id": client_id} if client_id else {}
+        return identity.ManagedIdentityCredential(**arguments)
+    return identity.DefaultAzureCredential()
+
+
+def _state(info: dict[str, Any]) -> str:
+    """What changes when an object does, by the names the three file systems have for it."""
+    for key in ("LastModified", "updated", "mtime", "last_modified", "etag", "ETag"):
+        if info.get(key):
+            return str(info[key])
+    return ""
