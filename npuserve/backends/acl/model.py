@@ -103,7 +103,7 @@ class LoadedModel(Owned):
             self.descriptor = library.handle("acl.mdl.create_desc")
             stack.callback(library.release, "acl.mdl.destroy_desc", self.descriptor)
             library.call("acl.mdl.get_desc", self.descriptor, self.id, context=context)
-            self.description = _Describer(library, self.descriptor, self.id).describe()
+            self.description = _Describer(library, self.descriptor).describe()
             self._stack = stack.pop_all()
 
     def set_gear(self, dataset: Dataset, gear: Gear) -> None:
@@ -202,10 +202,9 @@ class Dataset(Owned):
 class _Describer:
     """Reads a description handle into plain values."""
 
-    def __init__(self, library: AclLibrary, descriptor: int, model_id: int) -> None:
+    def __init__(self, library: AclLibrary, descriptor: int) -> None:
         self.library = library
         self.descriptor = descriptor
-        self.model_id = model_id
 
     def describe(self) -> ModelDescription:
         tensors = [self._input(index) for index in range(self._count("input"))]
@@ -215,7 +214,11 @@ class _Describer:
             if tensor.name == codes.DYNAMIC_TENSOR_NAME:
                 gear_input = tensor
             else:
-                self._refuse_dynamic_aipp(tensor)
+                if tensor.name.startswith(codes.DYNAMIC_AIPP_NAME):
+                    raise UnsupportedError(
+                        "the model uses dynamic AIPP, whose parameters nobody sends; compile it "
+                        "with static AIPP (aipp_mode: static)"
+                    )
                 inputs.append(tensor)
         kind, gears = self._gears(inputs, gear_input)
         outputs = tuple(self._output(index) for index in range(self._count("output")))
@@ -268,14 +271,6 @@ class _Describer:
             library.bare(f"acl.mdl.get_{direction}_size_by_index", descriptor, index),
             library.bare(f"acl.mdl.get_{direction}_format", descriptor, index),
         )
-
-    def _refuse_dynamic_aipp(self, tensor: TensorSpec) -> None:
-        kind, _ = self.library.value("acl.mdl.get_aipp_type", self.model_id, tensor.index)
-        if kind in (codes.AippType.DYNAMIC, codes.AippType.DYNAMIC_PARAMETERS):
-            raise UnsupportedError(
-                f"input '{tensor.name}' uses dynamic AIPP; compile the model with static AIPP "
-                "(aipp_mode: static)"
-            )
 
     def _gears(
         self, inputs: Sequence[TensorSpec], gear_input: TensorSpec | None

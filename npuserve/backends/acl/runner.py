@@ -41,9 +41,6 @@ from npuserve.tensor import ITEM_SIZE
 if TYPE_CHECKING:
     import numpy as np
 
-# Gears whose output dims are asked at load; a model may have 4,096, each is a few calls.
-_MAX_PROBED_GEARS = 128
-
 
 @dataclass(frozen=True)
 class RunnerOptions:
@@ -150,12 +147,19 @@ class ModelRunner(Owned):
     def _learn_output_rules(self) -> list[dict[int, AxisRule | None]]:
         gears = self.description.gears
         count = len(self.description.outputs)
-        if not 1 < len(gears) <= _MAX_PROBED_GEARS:
+        if len(gears) < 2:
             return [{} for _ in range(count)]
         for gear in gears:
             self._set_gear(self._slots[0], gear)
         dims = [self._dims_by_gear[gear.key] for gear in gears]
         return [output_rules(gears, [per_gear[i] for per_gear in dims]) for i in range(count)]
+
+    def output_shapes(self) -> list[Dims]:
+        """Dims of the outputs, -1 for axes that follow the shape of the inputs."""
+        return [
+            tuple(-1 if axis in rules else length for axis, length in enumerate(spec.dims))
+            for spec, rules in zip(self.description.outputs, self._rules, strict=True)
+        ]
 
     @property
     def running(self) -> int:

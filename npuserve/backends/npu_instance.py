@@ -1,0 +1,263 @@
+"""An instance of a compiled NPU model: rows in, executions on one or more lanes, rows out.
+
+A lane is the model loaded once: on one card, with a stream and staging memory of its own. An
+instance of `om` has one lane; `ge` may give an instance several, on several cards. Batches are
+cut to what the compiled shapes hold, each part goes to the least busy lane, and the parts are
+collected in the order they were started.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from npuserve.backends.acl.codes import is_device_exception
+from npuserve.backends.acl.gears import Gear, largest_batch, nearest
+from npuserve.backends.acl.library import AclCallError, load_library
+from npuserve.backends.acl.model import ModelKind
+from npuserve.backends.acl.runner import ModelRunner, RunnerOptions
+from npuserve.backends.base import BackendModelContext, ExecutionBatch, PipelinedInstance
+from npuserve.backends.model_signature import check_config, scheduler_output_names
+from npuserve.backends.npu_batch import Group, OutputWriter, Shape, group_requests, stage_input
+from npuserve.backends.npu_signature import output_names, signature_of
+from npuserve.errors import InternalError, InvalidArgumentError, NpuserveError
+from npuserve.response import InferenceResponse
+from npuserve.tensor import ITEM_SIZE, element_count
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from npuserve.backends.acl.model import ModelDescription
+
+logger = logging.getLogger(__name__)
+
+
+class Lane:
+    """The model on one card; made again after the card's context was lost."""
+
+    def __init__(self, path: Path, options: RunnerOptions) -> None:
+        self._path = path
+        self.options = options
+        self.runner: ModelRunner | None = None
+
+    def open(self) -> ModelRunner:
+        """The runner, with its context current in this thread."""
+        if self.runner is None:
+            self.runner = ModelRunner(load_library(), self._path, self.options)
+        self.runner.activate()
+        return self.runner
+
+    @property
+    def running(self) -> int:
+        """Executions in flight."""
+        return 0 if self.runner is None else self.runner.running
+
+    @property
+    def has_room(self) -> bool:
+        """Whether another execution can be started."""
+        return self.runner is None or self.runner.has_room
+
+    def close(self) -> None:
+        """Unload; harmless when repeated."""
+        runner, self.runner = self.runner, None
+        if runner is not None:
+            runner.close()
+
+
+@dataclass
+class _Part:
+    """Rows [start, stop) of a group in flight on a lane; lane None: it failed at the start."""
+
+    group: Group
+    start: int
+    stop: int
+    lane: Lane
+    batch: ExecutionBatch
+
+
+class NpuInstance(PipelinedInstance):
+    """See the module.
+
+    Args:
+        make_path: gives the model file, in the instance's own thread (`ge` compiles there).
+        lanes: where to load it.
+    """
+
+    def __init__(
+        self,
+        context: BackendModelContext,
+        make_path: Callable[[], Path],
+        lanes: Sequence[RunnerOptions],
+    ) -> None:
+        self._context = context
+        self._make_path = make_path
+        self._lane_options = lanes
+        self._lanes: list[Lane] = []
+        self._parts: deque[_Part] = deque()
+        self._groups: dict[int, list[Group]] = {}  # by id(batch), of the submitted batches
+        self._batching = context.config.max_batch_size > 0
+        self.pipeline_depth = sum(options.depth for options in lanes)
+        self.max_inflight = self.pipeline_depth + 1
+        self._description: ModelDescription
+        self._input_names: list[str] = []
+        self._output_names: list[str] = []
+        self._writer: OutputWriter
+
+    def initialize(self) -> None:
+        """See `ModelInstance.initialize`."""
+        path = self._make_path()
+        self._lanes = [Lane(path, options) for options in self._lane_options]
+        runners = [lane.open() for lane in self._lanes]
+        config = self._context.config
+        signature = signature_of(runners[0], config)
+        check_config(config, signature)
+        self._description = runners[0].description
+        self._input_names = [spec.name for spec in self._description.inputs]
+        self._output_names = output_names(self._description.outputs, config)
+        states = scheduler_output_names(config)
+        served = {output.name for output in config.output} | states
+        datatypes = {
+            name: spec.datatype
+            for name, spec in zip(self._output_names, self._description.outputs, strict=True)
+            if name in served
+        }
+        services = self._context.services
+        pool = None if services is None else services.buffer_pool
+        self._writer = OutputWriter(datatypes, states, pool)
+
+    def submit(self, batch: ExecutionBatch) -> None:
+        """See `PipelinedInstance.submit`."""
+        groups, refused = group_requests(batch.requests, self._input_names, self._batching)
+        for request, error in refused:
+            batch.send(request, InferenceResponse.from_error(error))
+        self._groups[id(batch)] = groups
+        for group in groups:
+            try:
+                for start, stop in self._cuts(group):
+                    self._start(batch, group, start, stop)
+            except NpuserveError as error:
+                group.fail(error)
+        batch.input_ready()
+
+    def collect(self, batch: ExecutionBatch) -> None:
+        """See `PipelinedInstance.collect`."""
+        while any(part.batch is batch for part in self._parts):
+            self._finish_oldest()
+        for group in self._groups.pop(id(batch)):
+            for index, request in enumerate(group.requests):
+                batch.send(request, self._writer.response(group, index))
+
+    def finalize(self) -> None:
+        """See `ModelInstance.finalize`."""
+        self._parts.clear()
+        errors: list[Exception] = []
+        for lane in self._lanes:
+            try:
+                lane.close()
+            except NpuserveError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+    def _cuts(self, group: Group) -> Iterator[tuple[int, int]]:
+        """Row ranges that each fit one execution; (0, 0) without a batch dimension."""
+        if not group.rows:
+            yield 0, 0
+            return
+        limit = group.rows
+        if self._description.gears:
+            limit = largest_batch(self._description.gears, group.shapes)
+            if not limit:
+                raise self._no_gear(group.shapes)
+        for start in range(0, group.rows, limit):
+            yield start, min(start + limit, group.rows)
+
+    def _start(self, batch: ExecutionBatch, group: Group, start: int, stop: int) -> None:
+        shapes: list[Shape] = group.shapes
+        if group.rows:
+            shapes = [(stop - start, *shape[1:]) for shape in shapes]
+        gear = self._gear(shapes)
+        staged = shapes if gear is None else gear.inputs
+        while not any(lane.has_room for lane in self._lanes):
+            self._finish_oldest()
+        lane = min((lane for lane in self._lanes if lane.has_room), key=lambda lane: lane.running)
+        runner = lane.open()
+        slot = runner.acquire()
+        try:
+            for index, (spec, dims) in enumerate(
+                zip(self._description.inputs, staged, strict=True)
+            ):
+                size = element_count(dims) * ITEM_SIZE[spec.datatype]
+                view = runner.input_view(slot, index, size)
+                stage_input(group, spec.name, start, stop, view, tuple(dims))
+            runner.start(slot, shapes, gear)
+        except BaseException as error:
+            runner.release(slot)
+            self._mend(lane, error)
+            raise
+        self._parts.append(_Part(group, start, stop, lane, batch))
+
+    def _gear(self, shapes: Sequence[Shape]) -> Gear | None:
+        if self._description.kind is ModelKind.RANGES:
+            return None
+        gear = nearest(self._description.gears, shapes)
+        if gear is None:
+            raise self._no_gear(shapes)
+        if self._description.kind is ModelKind.STATIC:
+            first = 1 if self._batching else 0
+            for dims, shape in zip(gear.inputs, shapes, strict=True):
+                if dims[first:] != tuple(shape)[first:]:
+                    raise self._no_gear(shapes)
+        return gear
+
+    def _no_gear(self, shapes: Sequence[Shape]) -> InvalidArgumentError:
+        asked = ", ".join(
+            f"'{name}' {list(shape)}" for name, shape in zip(self._input_names, shapes, strict=True)
+        )
+        known = "; ".join(
+            ", ".join(str(list(dims)) for dims in gear.inputs) for gear in self._description.gears
+        )
+        return InvalidArgumentError(
+            f"the model was not compiled for inputs {asked}; its shapes are: {known}"
+        )
+
+    def _finish_oldest(self) -> None:
+        part = self._parts.popleft()
+        runner = part.lane.runner
+        if runner is None or not runner.running:
+            part.group.fail(InternalError("the execution was lost when its card failed"))
+            return
+        try:
+            runner.activate()
+            slot, arrays = runner.finish()
+        except NpuserveError as error:
+            part.group.fail(error)
+            self._mend(part.lane, error)
+            return
+        part.batch.output_ready()
+        try:
+            for name, array in zip(self._output_names, arrays, strict=True):
+                if name in self._writer.datatypes:
+                    self._writer.take(part.group, part.start, part.stop, name, array)
+        except NpuserveError as error:
+            part.group.fail(error)
+        finally:
+            runner.release(slot)
+
+    def _mend(self, lane: Lane, error: BaseException) -> None:
+        """After a device exception nothing works in its context: load the model anew."""
+        if not (isinstance(error, AclCallError) and is_device_exception(error.ret)):
+            return
+        logger.error("%s; loading the model anew on NPU %d", error, lane.options.device_id)
+        lost = InternalError(f"lost with its card's context: {error}")
+        for part in [part for part in self._parts if part.lane is lane]:
+            part.group.fail(lost)
+            self._parts.remove(part)
+        try:
+            lane.close()
+        except NpuserveError as closing:
+            logger.warning("%s", closing)
+        # The next execution opens it; a card that stays broken then fails those requests only.

@@ -1,0 +1,67 @@
+"""A compiled NPU model's description as the signature that a configuration is checked against."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from npuserve.backends.acl.model import ModelKind
+from npuserve.backends.model_signature import DEFAULT_MAX_BATCH_SIZE, ModelSignature, ModelTensor
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from npuserve.backends.acl.model import TensorSpec
+    from npuserve.backends.acl.runner import ModelRunner
+    from npuserve.model_config import ModelConfig
+
+
+def signature_of(runner: ModelRunner, config: ModelConfig) -> ModelSignature:
+    """Names, datatypes and shapes, -1 where a request is free.
+
+    A static model counts as able to batch if max_batch_size is configured and all its tensors
+    share their first axis: batches are padded up to it, and larger ones are split.
+    """
+    description = runner.description
+    shapes = [spec.dims for spec in description.inputs]
+    output_shapes = runner.output_shapes()
+    if description.kind is ModelKind.STATIC and config.max_batch_size > 0:
+        leading = {shape[:1] for shape in (*shapes, *output_shapes)}
+        if len(leading) == 1 and leading != {()}:
+            shapes = [(-1, *shape[1:]) for shape in shapes]
+            output_shapes = [(-1, *shape[1:]) for shape in output_shapes]
+    names = output_names(description.outputs, config)
+    return ModelSignature(
+        tuple(
+            ModelTensor(spec.name, spec.datatype, shape)
+            for spec, shape in zip(description.inputs, shapes, strict=True)
+        ),
+        tuple(
+            ModelTensor(name, spec.datatype, shape)
+            for name, spec, shape in zip(names, description.outputs, output_shapes, strict=True)
+        ),
+    )
+
+
+def default_batch(runner: ModelRunner, options_default: int | None) -> int:
+    """max_batch_size of a model whose configuration gives none."""
+    if runner.description.kind is ModelKind.BATCH_GEARS:
+        return max(gear.key[0] for gear in runner.description.gears)
+    return DEFAULT_MAX_BATCH_SIZE if options_default is None else options_default
+
+
+def output_names(outputs: Sequence[TensorSpec], config: ModelConfig) -> list[str]:
+    """The names under which the outputs are served.
+
+    The file says `node:0:tensor`. A configuration may use that, or the tensor's name alone, which
+    is also what is served where nothing is configured (unless two outputs share it). Where no
+    configured name is known and the number is right, the order decides.
+    """
+    configured = [output.name for output in config.output]
+    tails = [spec.tensor_name for spec in outputs]
+    names = [
+        spec.name if spec.name in configured or tails.count(tail) > 1 else tail
+        for spec, tail in zip(outputs, tails, strict=True)
+    ]
+    if configured and len(configured) == len(names) and not set(configured) & set(names):
+        return configured
+    return names

@@ -1,0 +1,147 @@
+"""The om backend: serves models compiled for Ascend NPUs (`model.om`).
+
+Parameters in config.pbtxt:
+
+    engine          "acl" (default) or "ais_bench"
+    pipeline_depth  executions in flight per instance, 2 by default: the next one is copied while
+                    this one computes (acl)
+    aicore_num      "cube|vector": AI cores an instance may use, such as "12|24" (acl)
+    mode, custom_sizes, gears   see ais_bench.py (ais_bench)
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from npuserve.backends.acl.library import load_library
+from npuserve.backends.acl.runner import ModelRunner, RunnerOptions
+from npuserve.backends.ais_bench import AisBenchInstance, complete_from_session
+from npuserve.backends.base import Backend, BackendModelContext
+from npuserve.backends.model_signature import complete_config
+from npuserve.backends.npu_instance import NpuInstance
+from npuserve.backends.npu_signature import default_batch, signature_of
+from npuserve.errors import InvalidArgumentError, NotFoundError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from npuserve.backends.base import ModelInstance
+    from npuserve.model_config import ModelConfig
+
+_DEFAULT_FILENAME = "model.om"
+
+
+class OmBackend(Backend):
+    """See the module."""
+
+    def auto_complete(self, context: BackendModelContext) -> None:
+        """See `Backend.auto_complete`. Loads the file unless the configuration is complete."""
+        path = model_path(context)
+        if is_complete(context.config):
+            return
+        device_id = context.placements[0].device_id if context.placements else 0
+        if engine_of(context) == "ais_bench":
+            complete_from_session(context, path, device_id)
+        else:
+            complete_from_file(context, path, device_id)
+
+    def load(self, context: BackendModelContext) -> Sequence[ModelInstance]:
+        """See `Backend.load`."""
+        path = model_path(context)
+        if engine_of(context) == "ais_bench":
+            return [
+                AisBenchInstance(context, path, placement.device_id)
+                for placement in context.placements
+            ]
+        load_library()  # a machine without CANN is told before threads start
+        depth = positive_number(context.parameters, "pipeline_depth", 2)
+        cube, vector = parse_cores(context.parameters.get("aicore_num", ""))
+        return [
+            NpuInstance(
+                context,
+                lambda: path,
+                [RunnerOptions(placement.device_id, depth, cube, vector)],
+            )
+            for placement in context.placements
+        ]
+
+
+def model_path(context: BackendModelContext) -> Path:
+    """The `.om` file: the configured name, else model.om, else the only one there is.
+
+    Raises:
+        NotFoundError: none, or several.
+    """
+    directory = context.version_dir
+    name = context.config.default_model_filename or _DEFAULT_FILENAME
+    path = directory / name
+    if path.is_file():
+        return path
+    found = sorted(directory.glob("*.om"))
+    # atc may append the host to the name it was given: model_linux_x86_64.om.
+    if len(found) == 1 and not context.config.default_model_filename:
+        return found[0]
+    there = ", ".join(file.name for file in found) or "no .om file at all"
+    raise NotFoundError(f"'{name}' is not in '{directory}' (there is {there})")
+
+
+def engine_of(context: BackendModelContext) -> str:
+    """Which library runs the model."""
+    engine = context.parameters.get("engine") or context.backend_options.get("engine", "acl")
+    if engine not in ("acl", "ais_bench"):
+        raise InvalidArgumentError(
+            f"parameter 'engine' of model '{context.name}' is '{engine}'; acl and ais_bench exist"
+        )
+    return engine
+
+
+def complete_from_file(context: BackendModelContext, path: Path, device_id: int) -> None:
+    """Fill the configuration from a compiled model.
+
+    The model is loaded for it, as the dims of gears are known to the loaded model only.
+    """
+    default = context.backend_options.get("default-max-batch-size")
+    with ModelRunner(load_library(), path, RunnerOptions(device_id, depth=1)) as runner:
+        complete_config(
+            context.config,
+            signature_of(runner, context.config),
+            default_batch(runner, None if default is None else int(default)),
+        )
+
+
+def is_complete(config: ModelConfig) -> bool:
+    """Whether the configuration leaves nothing to fill from the file."""
+    tensors: list[Any] = [*config.input, *config.output]
+    return bool(config.input and config.output) and all(
+        tensor.data_type and (tensor.dims or tensor.HasField("reshape")) for tensor in tensors
+    )
+
+
+def positive_number(parameters: Mapping[str, str], name: str, default: int) -> int:
+    """A parameter that counts something.
+
+    Raises:
+        InvalidArgumentError: no number above 0.
+    """
+    text = parameters.get(name)
+    if text is None:
+        return default
+    if not text.isdigit() or int(text) < 1:
+        raise InvalidArgumentError(f"parameter '{name}' is '{text}'; a number above 0 is expected")
+    return int(text)
+
+
+def parse_cores(text: str) -> tuple[int, int]:
+    """(cube, vector) of "cube|vector"; 0 for a side left empty.
+
+    Raises:
+        InvalidArgumentError: another form.
+    """
+    if not text:
+        return 0, 0
+    cube, bar, vector = text.partition("|")
+    sides = [side.strip() for side in (cube, vector)]
+    if not all(side == "" or side.isdigit() for side in sides) or not (bar or cube.strip()):
+        raise InvalidArgumentError(f"'{text}' is no core limit; write cube|vector, such as 12|24")
+    return int(sides[0] or 0), int(sides[1] or 0)
