@@ -147,6 +147,10 @@ def output_options(message: pb.ModelInferRequest) -> dict[str, OutputOption] | N
         classification = 0
         if "classification" in output.parameters:
             classification = _int_parameter(output.parameters, "classification")
+            if classification == 0:
+                raise InvalidArgumentError(
+                    "invalid value for 'classification' parameter, expected >= 0"
+                )
         memory = _shared_memory(output.name, output.parameters)
         if memory is not None and classification:
             raise InvalidArgumentError(

@@ -47,13 +47,18 @@ class ReplyPlan(NamedTuple):
         id: the client's request id.
         model: serves the request.
         options: requested outputs that do not simply go into the response; usually None.
-        slices: shared memory for the outputs that have it.
+        slices: shared memory for the outputs that have it, until `release`.
     """
 
     id: str
     model: Model
     options: dict[str, OutputOption] | None
     slices: dict[str, RegionSlice]
+
+    def release(self) -> None:
+        """The final response was written or the request refused: let go of shared memory."""
+        for each in self.slices.values():
+            each.release()
 
 
 _NO_SLICES: dict[str, RegionSlice] = {}
@@ -124,7 +129,8 @@ class InferFrontEnd:
                         memory.region, memory.offset, memory.byte_size
                     )
         except NpuserveError:
-            _release(slices)
+            for each in slices.values():
+                each.release()
             raise
         return ReplyPlan(message.id, model, options, slices)
 
@@ -145,10 +151,8 @@ class InferFrontEnd:
             if self._header_pattern is not None:
                 self._forward_headers(request, metadata)
         except NpuserveError:
-            _release(plan.slices)
+            plan.release()
             raise
-        if plan.slices:
-            request.on_release = lambda _: _release(plan.slices)
         return request
 
     def submit(
@@ -161,7 +165,7 @@ class InferFrontEnd:
             else:
                 self.server.infer(request)
         except NpuserveError:
-            _release(plan.slices)
+            plan.release()
             raise
 
     def _submit_traced(self, request: InferenceRequest, metadata: Mapping[str, str]) -> None:
@@ -224,16 +228,12 @@ class InferFrontEnd:
                 call.send(self.encode(response, plan))
             except NpuserveError as failure:
                 error = failure
+        plan.release()
         call.on_cancel = None
         if error is None:
             call.finish()
         else:
             call.finish(grpc_status(error.code), str(error))
-
-
-def _release(slices: dict[str, RegionSlice]) -> None:
-    for each in slices.values():
-        each.release()
 
 
 def _mark_sending(

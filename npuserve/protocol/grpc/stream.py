@@ -140,8 +140,12 @@ class InferStream:
         self._reply(exchange, reply, final=True)
 
     def _respond(self, exchange: Exchange, response: InferenceResponse | None, final: bool) -> None:
-        if self._ended:
-            return
+        if not self._ended:
+            self._answer(exchange, response, final)
+        if final and exchange.plan is not None:
+            exchange.plan.release()
+
+    def _answer(self, exchange: Exchange, response: InferenceResponse | None, final: bool) -> None:
         if response is None:
             self._close_without_response(exchange)
             return

@@ -350,6 +350,9 @@ def test_output_options() -> None:
         "B": codec.OutputOption(3, None),
         "C": codec.OutputOption(0, codec.SharedMemoryReference("r", 0, 64)),
     }
+    output.parameters["classification"].int64_param = 0
+    with pytest.raises(InvalidArgumentError, match="invalid value for 'classification'"):
+        codec.output_options(message)
     output.parameters["classification"].string_param = "3"
     with pytest.raises(InvalidArgumentError, match="'classification'"):
         codec.output_options(message)

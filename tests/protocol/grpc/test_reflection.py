@@ -54,7 +54,7 @@ async def test_descriptors_are_enough_to_call(rig: Rig) -> None:
     service = pool.FindServiceByName("inference.GRPCInferenceService")
     infer = service.methods_by_name["ModelInfer"]
     assert infer.input_type.full_name == "inference.ModelInferRequest"
-    assert pool.FindMessageTypeByName("inference.ModelConfig")
+    assert pool.FindMessageTypeByName("inference.ModelConfig").fields
 
 
 async def test_what_is_not_there_is_not_found(rig: Rig) -> None:
