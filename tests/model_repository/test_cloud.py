@@ -57,7 +57,6 @@ class Bucket:
 @pytest.fixture(scope="module")
 def endpoint() -> Iterator[str]:
     """host:port of a store in this process."""
-
     from werkzeug.serving import WSGIRequestHandler, make_server
 
     class Handler(WSGIRequestHandler):
