@@ -279,6 +279,8 @@ class Connection(asyncio.BufferedProtocol):
                 if not self._to_reset:
                     break
                 self._reset_answered()
+        for event in h2.events():  # the last frame of a stream closes it
+            self._handle(event)
         if self._queued:
             self._update_queued()
         if self._closing:
