@@ -145,6 +145,7 @@ def _complete(
 
 def _check(config: ModelConfig, role: str, configured: Any, tensors: Sequence[ModelTensor]) -> None:
     by_name = {tensor.name: tensor for tensor in tensors}
+    flat = _flat_tensors(config)
     for entry in configured:
         tensor = by_name.get(entry.name)
         if tensor is None:
@@ -159,8 +160,16 @@ def _check(config: ModelConfig, role: str, configured: Any, tensors: Sequence[Mo
                 f"unable to load model '{config.name}', configuration expects datatype "
                 f"{configured_type} for {role} '{entry.name}', model provides {type_name}"
             )
-        if not (role == "input" and entry.allow_ragged_batch):
+        if entry.name not in flat:
             _check_shape(config, entry, tensor)
+
+
+def _flat_tensors(config: ModelConfig) -> set[str]:
+    """Tensors that the model sees as one row of all requests' elements, whatever their dims."""
+    names = {entry.name for entry in config.input if entry.allow_ragged_batch}
+    for batch_output in config.batch_output:
+        names.update(batch_output.target_name)
+    return names
 
 
 def _check_shape(config: ModelConfig, entry: Any, tensor: ModelTensor) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 from npuserve.backends import onnx_session
 from npuserve.backends.base import Backend, BackendModelContext, ExecutionBatch, ModelInstance
 from npuserve.backends.batch_arrays import InputGatherer, batch_element_ranges, split_by_inputs
+from npuserve.backends.batch_input import BatchTensors, join_ragged
 from npuserve.backends.model_signature import (
     DEFAULT_MAX_BATCH_SIZE,
     ModelTensor,
@@ -53,6 +54,7 @@ class OnnxruntimeInstance(ModelInstance):
         self._states = scheduler_output_names(context.config)
         self._batching = context.config.max_batch_size > 0
         self._gatherer = InputGatherer()
+        self._batch_tensors = BatchTensors(context.config)
         self._run_options: Any = None
         self._has_bf16 = False
 
@@ -88,19 +90,29 @@ class OnnxruntimeInstance(ModelInstance):
             name: self._feed(self._inputs[name], [r.inputs[name] for r in requests])
             for name in requests[0].inputs
         }
+        feeds.update(self._batch_tensors.inputs(requests))
         names = self._wanted(requests)
         batch.input_ready()
         arrays = self._compute(names, feeds)
         batch.output_ready()
-        ranges = batch_element_ranges(requests) if self._batching else [slice(None)]
-        for request, rows in zip(requests, ranges, strict=True):
+        parts = [self._cut(name, a, requests) for name, a in zip(names, arrays, strict=True)]
+        for index, request in enumerate(requests):
             wanted = request.requested_outputs
             outputs = [
-                Tensor.from_numpy(name, array[rows], self._outputs[name].datatype)
-                for name, array in zip(names, arrays, strict=True)
+                Tensor.from_numpy(name, own[index], self._outputs[name].datatype)
+                for name, own in zip(names, parts, strict=True)
                 if not wanted or name in wanted or name in self._states
             ]
             batch.send(request, InferenceResponse(outputs))
+
+    def _cut(
+        self, name: str, array: NDArray[Any], requests: Sequence[InferenceRequest]
+    ) -> list[NDArray[Any]]:
+        """The part of an output of the whole batch that belongs to each request."""
+        if not self._batching:
+            return [array]
+        scattered = self._batch_tensors.scatter(name, array, requests)
+        return scattered or [array[rows] for rows in batch_element_ranges(requests)]
 
     def _wanted(self, requests: Sequence[InferenceRequest]) -> list[str]:
         """Outputs to compute: what any of the requests asks for, and states."""
@@ -110,7 +122,10 @@ class OnnxruntimeInstance(ModelInstance):
         return [name for name in self._outputs if name in asked or name in self._states]
 
     def _feed(self, spec: ModelTensor, tensors: Sequence[Tensor]) -> NDArray[Any]:
-        array = self._gatherer.gather(tensors)
+        if spec.name in self._batch_tensors.ragged:
+            array = join_ragged(tensors)
+        else:
+            array = self._gatherer.gather(tensors)
         if spec.datatype == "BYTES":
             return _decoded(array, spec.name)
         if not spec.shape and array.size == 1:  # a scalar, which configurations call [1]
