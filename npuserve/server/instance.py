@@ -51,7 +51,7 @@ class Batch:
 
     __slots__ = (
         "_failed", "_finished", "_input_ready_ns", "_is_done", "_kept_open", "_output_ready_ns",
-        "_rescheduled", "_times",
+        "_rescheduled", "_response_ns", "_times",
         "batch_size", "instance", "requests", "start_ns",
     )  # fmt: skip
 
@@ -69,6 +69,7 @@ class Batch:
         self._failed: set[int] | None = None  # id(request) of those that had an error response
         self._kept_open: set[int] | None = None
         self._rescheduled: set[int] | None = None  # id(request) of those the scheduler has again
+        self._response_ns: dict[int, int] | None = None  # id(request) → its last response
         self._finished: list[InferenceRequest] = []  # final before the execution was over
 
     def input_ready(self) -> None:
@@ -119,7 +120,13 @@ class Batch:
             response.model_version = owner.model_version
             if response.outputs:
                 owner.pool.finish_outputs(response)
+        index, ready_ns = request.response_count, _now_ns()
         request.deliver(response, final)
+        if self.instance.decoupled:
+            self._count_response(request, response, index, ready_ns)
+        if index == 0 and response is not None and self.instance.statistics.detail is not None:
+            first_ns = ready_ns - request.start_ns
+            self.instance.statistics.detail.observe_first_response(first_ns)
         # Only now: a layer on the way may have made it an error (a state of the wrong shape).
         if response is not None and response.error is not None:
             if self._failed is None:
@@ -147,6 +154,9 @@ class Batch:
         )
         self._is_done = True
         self.instance.statistics.execution(self.batch_size, *self._times)
+        for request in self.requests:
+            if request.trace is not None:
+                request.trace.executed(request, self.start_ns, input_ready, output_ready, now)
         for request in self._finished:
             self._count(request)
         self._finished = []
@@ -169,6 +179,24 @@ class Batch:
                 continue
             if not request.finished:
                 self._deliver(request, InferenceResponse.from_error(error), True)
+
+    def _count_response(
+        self,
+        request: InferenceRequest,
+        response: InferenceResponse | None,
+        index: int,
+        ready_ns: int,
+    ) -> None:
+        """Count one response of a decoupled model, or an end without one."""
+        if self._response_ns is None:
+            self._response_ns = {}
+        statistics, now = self.instance.statistics, _now_ns()
+        infer_ns = ready_ns - self._response_ns.get(id(request), self.start_ns)
+        self._response_ns[id(request)] = now
+        if response is None:
+            statistics.end_without_response(index, infer_ns, request.cancelled)
+        else:
+            statistics.response(index, infer_ns, now - ready_ns, response.error is not None)
 
     def _count(self, request: InferenceRequest) -> None:
         if request.filler:
@@ -290,6 +318,8 @@ class Instance:
         for request in requests:
             request.compute_start_ns = start_ns
             request.on_cancel = None
+            if request.trace is not None:
+                request.trace.begin_execution(request)
             if not request.filler:
                 pending += 1
         self.statistics.pending -= pending
@@ -383,6 +413,8 @@ class ThreadInstance(Instance):
             return
         self._jobs.put(None)
         await asyncio.shield(self._ended)
+        if self._thread is not None:
+            self._thread.join()  # at its very end: nothing in it can block any more
 
     def _serve(self, ready: asyncio.Future[None]) -> None:
         self.thread_id = threading.get_ident()

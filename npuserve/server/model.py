@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from npuserve.request import InferenceRequest
     from npuserve.response import InferenceResponse
     from npuserve.server.schedulers.base import Scheduler
+    from npuserve.server.trace import Tracer
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +74,7 @@ class Model:
         self.inflight = 0
         self.load_seconds = 0.0
         self._scheduler: Scheduler | None = None
+        self._tracer: Tracer | None = None
         self._accepting = False
         self._drained: asyncio.Event | None = None
         self._labels: dict[str, list[str]] = {}
@@ -108,6 +110,7 @@ class Model:
             NpuserveError: why it cannot serve; everything taken so far is freed.
         """
         begin = _now_ns()
+        self._tracer = services.tracer
         try:
             if self.backend is not None:
                 self._labels = await asyncio.to_thread(self._read_labels)
@@ -155,6 +158,8 @@ class Model:
         request.on_release = self._released
         self.inflight += 1
         self.statistics.pending += 1
+        if self._tracer is not None and self._tracer.active:
+            self._tracer.attach(request)
         try:
             self.scheduler.enqueue(request)
         except BaseException:

@@ -167,15 +167,27 @@ class PriorityQueue:
         elements: batch elements of all requests, at least 1 a request.
         entered: batch elements that ever came in; only grows.
         timed: whether requests can expire.
+        handed_over_early: whether a batch may leave for an instance that is still busy. Not with
+            timeouts and limits: they hold until the execution starts.
     """
 
-    __slots__ = ("_default", "_lanes", "_levels", "elements", "entered", "live", "timed")
+    __slots__ = (
+        "_default",
+        "_lanes",
+        "_levels",
+        "elements",
+        "entered",
+        "handed_over_early",
+        "live",
+        "timed",
+    )
 
     def __init__(self, policies: Sequence[QueuePolicy], default_level: int = 0) -> None:
         self._levels = [Level(policy) for policy in policies]
         self._lanes = [lane for level in self._levels for lane in (level.unexpired, level.delayed)]
         self._default = self._levels[default_level]
         self.timed = any(policy.timeout_ns for policy in policies)
+        self.handed_over_early = not (self.timed or any(policy.max_size for policy in policies))
         self.live = 0
         self.elements = 0
         self.entered = 0

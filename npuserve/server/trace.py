@@ -81,13 +81,13 @@ class Trace:
         children: traces that ended before this one, kept by exporters that need it so.
         timestamps: (name, monotonic ns), in no particular order.
         tensors: (activity, tensor) pairs at level TENSORS.
-        context: W3C context the client sent.
+        client: W3C context the client sent.
         span: set by the OpenTelemetry exporter once this trace is exported.
     """
 
     __slots__ = (
-        "_exporter", "children", "context", "id", "model_name", "model_version", "parent",
-        "request_id", "settings", "span", "tensors", "timestamps",
+        "_ended", "_executing", "_exporter", "children", "client", "id", "model_name",
+        "model_version", "parent", "request_id", "settings", "span", "tensors", "timestamps",
     )  # fmt: skip
 
     def __init__(
@@ -97,7 +97,7 @@ class Trace:
         request: InferenceRequest,
         settings: TraceSettings,
         exporter: Exporter,
-        context: TraceContext | None = None,
+        client: TraceContext | None = None,
     ) -> None:
         self.id = id
         self.parent = parent
@@ -106,35 +106,53 @@ class Trace:
         self.model_name = request.model_name
         self.model_version = request.model_version
         self.settings = settings
-        self.context = context
+        self.client = client
         self.span: object = None
         self.timestamps: list[tuple[str, int]] = []
         self.tensors: list[tuple[str, Tensor]] = []
         self._exporter = exporter
+        self._executing = False
+        self._ended = False  # the final response is out
 
     @property
-    def context_json(self) -> str:
-        """The client's W3C context as model code sees it; "" if there was none."""
-        if self.context is None:
-            return ""
+    def context(self) -> str | None:
+        """The client's W3C context as model code sees it, JSON; None if there was none."""
+        if self.client is None:
+            return None
         names = ("traceparent", "tracestate")
-        return json.dumps({name: getattr(self.context, name) for name in names})
+        return json.dumps({name: getattr(self.client, name) for name in names})
 
     def mark(self, name: str, ns: int = 0) -> None:
         """Note a moment; now without `ns` (monotonic)."""
         self.timestamps.append((name, ns or _now_ns()))
 
-    def executed(self, start_ns: int, input_ns: int, output_ns: int, end_ns: int) -> None:
-        """Note the execution of the batch the request was in."""
+    def begin_execution(self, request: InferenceRequest) -> None:
+        """The batch of the request was handed to an instance."""
+        self._executing = True
+        if "TENSORS" in self.settings.levels:
+            self.tensors += [("TENSOR_BACKEND_INPUT", t) for t in request.inputs.values()]
+
+    def executed(
+        self, request: InferenceRequest, start_ns: int, input_ns: int, output_ns: int, end_ns: int
+    ) -> None:
+        """The batch ended, perhaps after the request's final response."""
+        self._executing = False
         self.timestamps += (
             ("COMPUTE_START", start_ns),
             ("COMPUTE_INPUT_END", input_ns),
             ("COMPUTE_OUTPUT_START", output_ns),
             ("COMPUTE_END", end_ns),
         )
+        if self._ended:
+            self._hand_over(request)
 
     def end(self, request: InferenceRequest) -> None:
-        """The final response is out: note the rest and hand the trace over."""
+        """The final response is out."""
+        self._ended = True
+        if not self._executing:
+            self._hand_over(request)
+
+    def _hand_over(self, request: InferenceRequest) -> None:
         if request.model is not None:
             self.model_version = request.model.version
         if "TIMESTAMPS" in self.settings.levels:
@@ -194,19 +212,19 @@ class Tracer:
 
         A request made on behalf of another one is traced if that one is.
         """
-        context = request.trace if isinstance(request.trace, TraceContext) else None
+        client = request.trace if isinstance(request.trace, TraceContext) else None
         parent = request.parent
         if parent is not None:
             if not isinstance(parent.trace, Trace):
                 return
             above = parent.trace
-            trace = self._begin(request, above.settings, above, above.context)
+            trace = self._begin(request, above.settings, above, above.client)
         else:
             sampler = self._samplers.get(request.model_name, self._global)
             if not sampler.sample():
                 request.trace = None
                 return
-            trace = self._begin(request, sampler.settings, None, context)
+            trace = self._begin(request, sampler.settings, None, client)
         request.trace = trace
         request.on_response = partial(_respond, request, trace, request.on_response)
         if "TENSORS" in trace.settings.levels:
@@ -217,9 +235,9 @@ class Tracer:
         request: InferenceRequest,
         settings: TraceSettings,
         parent: Trace | None,
-        context: TraceContext | None,
+        client: TraceContext | None,
     ) -> Trace:
-        return Trace(next(self._ids), parent, request, settings, self._open(), context)
+        return Trace(next(self._ids), parent, request, settings, self._open(), client)
 
     def _open(self) -> Exporter:
         if self._exporter is None:

@@ -126,11 +126,11 @@ def _client_context(trace: Trace) -> Any:
     from opentelemetry.context import Context
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-    if trace.context is None:
+    if trace.client is None:
         return Context()
     carrier = {
-        "traceparent": trace.context.traceparent,
-        "tracestate": trace.context.tracestate,
+        "traceparent": trace.client.traceparent,
+        "tracestate": trace.client.tracestate,
     }
     return TraceContextTextMapPropagator().extract(carrier, Context())
 

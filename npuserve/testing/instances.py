@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 from npuserve.backends.base import Placement
 from npuserve.errors import InternalError
-from npuserve.request import InferenceRequest
 from npuserve.response import InferenceResponse
 from npuserve.server.schedulers.base import SchedulerContext
 from npuserve.server.statistics import ModelStatistics
 
 if TYPE_CHECKING:
     from npuserve.model_config import ModelConfig
+    from npuserve.request import InferenceRequest
     from npuserve.server.instance import InstancePool
     from npuserve.testing.clock import FakeClock
 

@@ -65,8 +65,10 @@ class DynamicBatcher:
         self._enough = 0
         self._timer: Timer | None = None
         self._timer_ns = 0
-        # (start, batch elements) of the batches in each instance, by its index, oldest first.
+        # (start, batch elements) of the batches in each instance, by its index, oldest first,
+        # and when the last one ended.
         self._running: dict[int, deque[tuple[int, int]]] = {}
+        self._ended_ns: dict[int, int] = {}
         self._on_cancel = self._cancelled  # made once, not for every request
         context.instances.on_free = self._instance_free
 
@@ -154,7 +156,7 @@ class DynamicBatcher:
             instance = instances.acquire()
         if instance is None:
             return self._block()
-        if instance.inflight and not (plan.full or limited):
+        if instance.inflight and not (limited or (plan.full and queue.handed_over_early)):
             # The second batch in an instance overlaps its copies with the first one's compute.
             # A partial one would gain less by that than by what may still join it.
             return self._wait(0)
@@ -194,7 +196,7 @@ class DynamicBatcher:
     def _instance_free(self, instance: Instance) -> None:
         running = self._running.get(instance.index)
         while running and len(running) > instance.inflight:
-            self._executed(*running.popleft())
+            self._executed(instance, *running.popleft())
         self._grow = self._blocked
         self._blocked = False
         if self._queue.elements >= self._rules.max_preferred:
@@ -204,8 +206,10 @@ class DynamicBatcher:
             self._dispatch_due = True
             self._clock.call_soon(self._dispatch)
 
-    def _executed(self, start_ns: int, elements: int) -> None:
+    def _executed(self, instance: Instance, start_ns: int, elements: int) -> None:
         now_ns = self._clock.now_ns()
+        start_ns = max(start_ns, self._ended_ns.get(instance.index, 0))
+        self._ended_ns[instance.index] = now_ns
         self._regrouping.executed(now_ns, now_ns - start_ns, elements, self._queue.entered)
 
     def _wake_at(self, when_ns: int) -> None:

@@ -1,4 +1,4 @@
-"""Random arrivals, sizes, priorities, deadlines, cancels and instance speeds: nothing goes wrong."""
+"""Random arrivals, sizes, priorities, deadlines, cancels and speeds: nothing goes wrong."""
 
 from __future__ import annotations
 
