@@ -179,6 +179,14 @@ class EnsembleGraph:
         """The scope in which the decoupled step `scope` itself runs."""
         return self._steps[scope].scope
 
+    def sources(self) -> Iterable[tuple[str, str, int, str]]:
+        """(output, member, its version, the member's output) of outputs that a member writes."""
+        for output in self._outputs:
+            step = self._producer.get(output.name)
+            for name, tensor in step.outputs.items() if step is not None else ():
+                if tensor == output.name and step is not None:
+                    yield output.name, step.model_name, step.model_version, name
+
     def plan(self, requested: tuple[str, ...]) -> Plan:
         """The plan for these outputs, () meaning all; made once for each choice."""
         plan = self._plans.get(requested)

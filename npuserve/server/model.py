@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from npuserve.model_config import is_decoupled
 from npuserve.server.instance import InstancePool
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from npuserve.request import InferenceRequest
     from npuserve.response import InferenceResponse
     from npuserve.server.schedulers.base import Scheduler
+    from npuserve.server.schedulers.ensemble import EnsembleScheduler
     from npuserve.server.trace import Tracer
 
 logger = logging.getLogger(__name__)
@@ -172,7 +173,11 @@ class Model:
 
     def labels(self, output: str) -> list[str]:
         """Lines of the output's label file, [] without one."""
-        return self._labels.get(output, [])
+        own = self._labels.get(output)
+        if own is None and self.config.HasField("ensemble_scheduling"):
+            ensemble = cast("EnsembleScheduler", self.scheduler)
+            return ensemble.labels.get(output, [])
+        return own or []
 
     def stop_accepting(self) -> None:
         """New requests are refused; queued ones are still executed."""

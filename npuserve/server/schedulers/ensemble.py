@@ -65,6 +65,11 @@ class EnsembleScheduler:
         limit = context.config.ensemble_scheduling.max_inflight_requests
         self.gates = {index: Gate(limit) for index in range(len(steps))} if limit else {}
         self._stopping = False
+        # Classification of an output takes the labels of the member that makes it.
+        self.labels: dict[str, list[str]] = {
+            output: context.lookup(member, version).labels(name)
+            for output, member, version, name in self.graph.sources()
+        }
 
     @property
     def queued(self) -> int:

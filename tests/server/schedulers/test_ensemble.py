@@ -93,7 +93,9 @@ class Members:
     def lookup(self, name: str, version: int) -> Any:
         if name not in self._configs:
             raise NotFoundError(f"Request for unknown model: '{name}' is not found")
-        return SimpleNamespace(config=self._configs[name])
+        return SimpleNamespace(
+            config=self._configs[name], labels=lambda output: [f"{name} {output}"]
+        )
 
     def submit(self, request: InferenceRequest) -> None:
         self.lookup(request.model_name, request.model_version)
@@ -376,6 +378,12 @@ def test_cancellation_reaches_running_steps_and_starts_no_new_one() -> None:
     assert answers.error.code is StatusCode.CANCELLED
     assert not members.waiting
     assert ensemble.statistics.failures["CANCELED"] == 1
+
+
+def test_outputs_have_the_labels_of_the_member_that_makes_them() -> None:
+    """Classification of an ensemble's output needs no label file of its own."""
+    ensemble = Ensemble(CHAIN, *CHAIN_MEMBERS)
+    assert ensemble.scheduler.labels == {"MID": ["one Y"], "END": ["two Y"], "SIDE": ["three Y"]}
 
 
 def test_statistics_count_the_ensemble_once() -> None:
