@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from npuserve.backends.acl.codes import is_device_exception
-from npuserve.backends.acl.gears import Gear, largest_batch, nearest
+from npuserve.backends.acl.gears import Gear, Paddable, largest_batch, nearest, paddable_axes
 from npuserve.backends.acl.library import AclCallError, load_library
 from npuserve.backends.acl.model import ModelKind
 from npuserve.backends.acl.runner import ModelRunner, RunnerOptions
@@ -102,6 +102,7 @@ class NpuInstance(PipelinedInstance):
         self.pipeline_depth = sum(options.depth for options in lanes)
         self.max_inflight = self.pipeline_depth + 1
         self._description: ModelDescription
+        self._paddable: Paddable = ()
         self._input_names: list[str] = []
         self._output_names: list[str] = []
         self._writer: OutputWriter
@@ -115,6 +116,7 @@ class NpuInstance(PipelinedInstance):
         signature = signature_of(runners[0], config)
         check_config(config, signature)
         self._description = runners[0].description
+        self._paddable = paddable_axes(self._description.gears, self._batching)
         self._input_names = [spec.name for spec in self._description.inputs]
         self._output_names = output_names(self._description.outputs, config)
         states = scheduler_output_names(config)
@@ -169,7 +171,7 @@ class NpuInstance(PipelinedInstance):
             return
         limit = group.rows
         if self._description.gears:
-            limit = largest_batch(self._description.gears, group.shapes)
+            limit = largest_batch(self._description.gears, group.shapes, self._paddable)
             if not limit:
                 raise self._no_gear(group.shapes)
         for start in range(0, group.rows, limit):
@@ -203,14 +205,9 @@ class NpuInstance(PipelinedInstance):
     def _gear(self, shapes: Sequence[Shape]) -> Gear | None:
         if self._description.kind is ModelKind.RANGES:
             return None
-        gear = nearest(self._description.gears, shapes)
+        gear = nearest(self._description.gears, shapes, self._paddable)
         if gear is None:
             raise self._no_gear(shapes)
-        if self._description.kind is ModelKind.STATIC:
-            first = 1 if self._batching else 0
-            for dims, shape in zip(gear.inputs, shapes, strict=True):
-                if dims[first:] != tuple(shape)[first:]:
-                    raise self._no_gear(shapes)
         return gear
 
     def _no_gear(self, shapes: Sequence[Shape]) -> InvalidArgumentError:

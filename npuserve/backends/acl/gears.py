@@ -30,28 +30,52 @@ class Gear:
     inputs: tuple[Dims, ...]
 
 
-def fits(gear: Gear, shapes: Sequence[Sequence[int]]) -> bool:
+# For each input the axes that may be padded.
+Paddable = tuple[frozenset[int], ...]
+
+
+def paddable_axes(gears: Sequence[Gear], batching: bool) -> Paddable:
+    """Axes whose length changes with the gear; with batching also the rows.
+
+    An axis that is the same in all gears is part of the model: a shorter input is a mistake.
+    """
+    paddable: list[frozenset[int]] = []
+    for lengths in zip(*(gear.inputs for gear in gears), strict=True):
+        rank = len(lengths[0])
+        axes = {axis for axis in range(rank) if len({dims[axis] for dims in lengths}) > 1}
+        paddable.append(frozenset(axes | {0} if batching else axes))
+    return tuple(paddable)
+
+
+def fits(gear: Gear, shapes: Sequence[Sequence[int]], paddable: Paddable) -> bool:
     """Whether inputs of these shapes can be padded to the gear."""
     return all(
         len(dims) == len(shape)
-        and all(have >= want for have, want in zip(dims, shape, strict=True))
-        for dims, shape in zip(gear.inputs, shapes, strict=True)
+        and all(
+            have == want or (have > want and axis in axes)
+            for axis, (have, want) in enumerate(zip(dims, shape, strict=True))
+        )
+        for dims, shape, axes in zip(gear.inputs, shapes, paddable, strict=True)
     )
 
 
-def nearest(gears: Sequence[Gear], shapes: Sequence[Sequence[int]]) -> Gear | None:
+def nearest(
+    gears: Sequence[Gear], shapes: Sequence[Sequence[int]], paddable: Paddable
+) -> Gear | None:
     """The gear that holds the shapes with the fewest padded elements, None if there is none."""
     best: Gear | None = None
     best_size = 0
     for gear in gears:
-        if fits(gear, shapes):
+        if fits(gear, shapes, paddable):
             size = sum(prod(dims) for dims in gear.inputs)
             if best is None or size < best_size:
                 best, best_size = gear, size
     return best
 
 
-def largest_batch(gears: Sequence[Gear], shapes: Sequence[Sequence[int]]) -> int:
+def largest_batch(
+    gears: Sequence[Gear], shapes: Sequence[Sequence[int]], paddable: Paddable
+) -> int:
     """Rows (axis 0) that the largest gear holds for inputs of these shapes; 0 if none does.
 
     Args:
@@ -60,7 +84,7 @@ def largest_batch(gears: Sequence[Gear], shapes: Sequence[Sequence[int]]) -> int
     rows = 0
     one_row = [(1, *shape[1:]) for shape in shapes]
     for gear in gears:
-        if fits(gear, one_row):
+        if fits(gear, one_row, paddable):
             rows = max(rows, min(dims[0] for dims in gear.inputs))
     return rows
 

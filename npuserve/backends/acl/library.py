@@ -1,7 +1,7 @@
 """Finding `acl`, checking what it returns, and starting it once in a process.
 
-`AclLibrary` is the only place that touches the module: every call goes through `call`, `value`
-or `handle`, which turn a return code into an error with its name, the call, a hint and the
+`AclLibrary` is the only place that touches the module: every call goes through `call`, `value`,
+`handle` or `ask`, which turn a return code into an error with its name, the call, a hint and the
 runtime's own message.
 """
 
@@ -96,8 +96,7 @@ class AclLibrary:
 
     def error(self, name: str, ret: int, context: str = "") -> AclCallError:
         """The error of a call that just failed in this thread."""
-        detail = self._function("acl.get_recent_err_msg")()
-        return make_error(name, ret, detail or "", context)
+        return make_error(name, ret, self._recent_error(), context)
 
     def call(self, name: str, *args: Any, context: str = "") -> None:
         """Make a call that returns `ret`.
@@ -120,9 +119,45 @@ class AclLibrary:
             raise self.error(name, ret, context)
         return values[0] if len(values) == 1 else tuple(values)
 
-    def bare(self, name: str, *args: Any) -> Any:
-        """Make a call that returns a value without a code; the caller judges it."""
-        return self._function(name)(*args)
+    def ask(self, name: str, *args: Any, failed: Any = 0) -> Any:
+        """Make a call that returns a value without a code.
+
+        Args:
+            failed: value after a failure. It may be a true answer as well, so the thread's error
+                text decides; as that may be an old one, the call is made a second time.
+
+        Raises:
+            AclCallError: it failed twice.
+        """
+        function = self._function(name)
+        value = function(*args)
+        if value != failed or not self._recent_error():
+            return value
+        value = function(*args)
+        if value == failed:
+            detail = self._recent_error()
+            if detail:
+                raise make_error(name, 0, detail)
+        return value
+
+    def discard(self, name: str, *args: Any) -> None:
+        """Make a call that gives something back and returns nothing at all; retried as `release`.
+
+        Raises:
+            AclCallError: it failed twice.
+        """
+        self._recent_error()
+        function = self._function(name)
+        function(*args)
+        if self._recent_error():
+            function(*args)
+            detail = self._recent_error()
+            if detail:
+                raise make_error(name, 0, detail)
+
+    def _recent_error(self) -> str:
+        """Text of this thread's last failure; reading clears it."""
+        return self._function("acl.get_recent_err_msg")() or ""
 
     def handle(self, name: str, *args: Any, context: str = "") -> int:
         """Make a call that returns a handle, 0 for failure.

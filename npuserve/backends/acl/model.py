@@ -97,7 +97,7 @@ class LoadedModel(Owned):
         super().__init__()
         self.library = library
         with ExitStack() as stack:
-            context = f"for '{path.name}' on {library.bare('acl.get_soc_name') or 'unknown chip'}"
+            context = f"for '{path.name}' on {library.ask('acl.get_soc_name') or 'unknown chip'}"
             self.id: int = library.value("acl.mdl.load_from_file", str(path), context=context)
             stack.callback(library.release, "acl.mdl.unload", self.id)
             self.descriptor = library.handle("acl.mdl.create_desc")
@@ -171,7 +171,7 @@ class Dataset(Owned):
 
     def pointer(self, index: int) -> int:
         """Device pointer of tensor `index`; what the runtime allocated for a null block."""
-        address: int = self.library.bare("acl.get_data_buffer_addr", self._buffers[index])
+        address: int = self.library.ask("acl.get_data_buffer_addr", self._buffers[index])
         return address
 
     def set_shape(self, index: int, spec: TensorSpec, shape: Sequence[int]) -> None:
@@ -187,13 +187,13 @@ class Dataset(Owned):
                 context=f"for input '{spec.name}' of shape {list(shape)}",
             )  # fmt: skip
         finally:
-            library.bare("acl.destroy_tensor_desc", descriptor)
+            library.discard("acl.destroy_tensor_desc", descriptor)
 
     def shape(self, index: int) -> Dims:
         """Real shape of output `index` after the execution of a dynamic-shape model."""
         library = self.library
         descriptor = library.handle("acl.mdl.get_dataset_tensor_desc", self.handle, index)
-        rank: int = library.bare("acl.get_tensor_desc_num_dims", descriptor)
+        rank: int = library.ask("acl.get_tensor_desc_num_dims", descriptor)
         return tuple(
             library.value("acl.get_tensor_desc_dim_v2", descriptor, axis) for axis in range(rank)
         )
@@ -222,11 +222,6 @@ class _Describer:
                 inputs.append(tensor)
         kind, gears = self._gears(inputs, gear_input)
         outputs = tuple(self._output(index) for index in range(self._count("output")))
-        if kind is not ModelKind.RANGES:
-            for tensor in (*inputs, *outputs):
-                if not tensor.size:
-                    name = "input" if tensor in inputs else "output"
-                    raise self.library.error(f"acl.mdl.get_{name}_size_by_index", 0)
         return ModelDescription(
             kind,
             tuple(inputs),
@@ -237,9 +232,7 @@ class _Describer:
         )
 
     def _count(self, direction: str) -> int:
-        count: int = self.library.bare(f"acl.mdl.get_num_{direction}s", self.descriptor)
-        if not count:
-            raise self.library.error(f"acl.mdl.get_num_{direction}s", 0)
+        count: int = self.library.ask(f"acl.mdl.get_num_{direction}s", self.descriptor)
         return count
 
     def _input(self, index: int) -> TensorSpec:
@@ -252,10 +245,12 @@ class _Describer:
 
     def _tensor(self, index: int, direction: str, dims_call: str) -> TensorSpec:
         library, descriptor = self.library, self.descriptor
-        name: str = library.bare(f"acl.mdl.get_{direction}_name_by_index", descriptor, index)
-        if not name:
-            raise library.error(f"acl.mdl.get_{direction}_name_by_index", 0)
-        number: int = library.bare(f"acl.mdl.get_{direction}_data_type", descriptor, index)
+        name: str = library.ask(
+            f"acl.mdl.get_{direction}_name_by_index", descriptor, index, failed=""
+        )
+        number: int = library.ask(
+            f"acl.mdl.get_{direction}_data_type", descriptor, index, failed=-1
+        )
         datatype = codes.DATATYPE_BY_ACL.get(number)
         if datatype is None:
             raise UnsupportedError(
@@ -268,8 +263,8 @@ class _Describer:
             datatype,
             number,
             tuple(dims["dims"]),
-            library.bare(f"acl.mdl.get_{direction}_size_by_index", descriptor, index),
-            library.bare(f"acl.mdl.get_{direction}_format", descriptor, index),
+            library.ask(f"acl.mdl.get_{direction}_size_by_index", descriptor, index),
+            library.ask(f"acl.mdl.get_{direction}_format", descriptor, index, failed=-1),
         )
 
     def _gears(

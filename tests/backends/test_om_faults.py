@@ -1,0 +1,196 @@
+"""Every call of the runtime made to fail in turn: a clear error, no leak, and life goes on."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from npuserve.backends.acl.library import AclCallError
+from npuserve.backends.om import OmBackend
+from npuserve.errors import NpuserveError
+from npuserve.testing.backend_driver import BackendDriver
+from npuserve.testing.simulator import simulate
+from npuserve.testing.simulator.faults import Fault
+from npuserve.testing.simulator.runtime import Runtime
+from tests.backends.npu_models import (
+    affine,
+    batch_om,
+    compile_om,
+    machine,
+    make_config,
+    parameters,
+)
+
+__all__ = ["machine"]
+
+X = np.arange(9, dtype=np.float32).reshape(3, 3)
+
+
+def dynamic_om(model_dir: Path) -> Path:
+    return compile_om(affine(model_dir, ["n", "l"]))
+
+
+MODELS = {"gears": batch_om, "dynamic": dynamic_om}
+
+
+def driver_for(model_dir: Path) -> BackendDriver:
+    return BackendDriver(OmBackend(), make_config("max_batch_size: 4"), model_dir)
+
+
+async def infer(driver: BackendDriver) -> NpuserveError | None:
+    """Run one batch; its error, or None when the result is right."""
+    (answer,) = await driver.infer({"x": X})
+    assert answer.finals == 1
+    if answer.error is not None:
+        assert isinstance(answer.error, NpuserveError)
+        return answer.error
+    np.testing.assert_array_equal(answer.array("y"), 2 * X + 1)
+    return None
+
+
+async def load(driver: BackendDriver) -> NpuserveError | None:
+    """Load; the error, or None when it worked."""
+    try:
+        await driver.__aenter__()
+    except NpuserveError as error:
+        return error
+    return None
+
+
+async def cycle(machine: Runtime, model_dir: Path) -> dict[str, int]:
+    """Load, run twice, unload; the number of calls made by the end of each phase."""
+    marks: dict[str, int] = {}
+    start = len(machine.log)
+    async with driver_for(model_dir) as driver:
+        marks["load"] = len(machine.log) - start
+        assert await infer(driver) is None
+        assert await infer(driver) is None
+        marks["run"] = len(machine.log) - start
+    marks["unload"] = len(machine.log) - start
+    return marks
+
+
+def is_clear(error: Exception) -> bool:
+    """Names the call; a code is named where the call has one."""
+    return isinstance(error, AclCallError) and error.call in str(error)
+
+
+def is_retried(call: str) -> bool:
+    """Whether the wrapper makes a failed call again."""
+    without_code = (
+        "get_num_", "_name_by_index", "_data_type", "_format", "_size_by_index", "_num_dims",
+        "_buffer_addr", "get_soc_name", "get_recent_err_msg",
+    )  # fmt: skip
+    gives_back = ("destroy_", "free", "unload", "reset_", "set_context")
+    return any(part in call for part in without_code + gives_back)
+
+
+@pytest.mark.parametrize("kind", sorted(MODELS))
+async def test_each_call_of_a_load_may_fail(tmp_path: Path, machine: Runtime, kind: str) -> None:
+    """The load fails with the call's name, everything is given back, and the next load works."""
+    model_dir = MODELS[kind](tmp_path)
+    await cycle(machine, model_dir)
+    calls = (await cycle(machine, model_dir))["load"]
+    survived = set()
+    for index in range(calls):
+        machine.faults[:] = [Fault(skip=index)]
+        start = len(machine.log)
+        driver = driver_for(model_dir)
+        error = await load(driver)
+        machine.faults.clear()
+        if error is None:
+            survived.add(machine.log[start + index])
+            await driver.__aexit__(None, None, None)
+        else:
+            assert is_clear(error), error
+        assert machine.leaks() == [], machine.log[start + index]
+    # These are made a second time: values without a code, and what gives something back.
+    assert {call for call in survived if not is_retried(call)} == set()
+    await cycle(machine, model_dir)
+
+
+@pytest.mark.parametrize("code", [500000, 507015])
+@pytest.mark.parametrize("kind", sorted(MODELS))
+async def test_each_call_of_an_execution_may_fail(
+    tmp_path: Path, machine: Runtime, kind: str, code: int
+) -> None:
+    """The batch gets the error and the next one is right, in the same instance."""
+    model_dir = MODELS[kind](tmp_path)
+    await cycle(machine, model_dir)
+    marks = await cycle(machine, model_dir)
+    calls = (marks["run"] - marks["load"]) // 2
+    async with driver_for(model_dir) as driver:
+        assert await infer(driver) is None
+        survived = set()
+        for index in range(calls):
+            machine.faults[:] = [Fault(skip=index, code=code)]
+            start = len(machine.log)
+            error = await infer(driver)
+            machine.faults.clear()
+            if error is None:
+                survived.add(machine.log[start + index])
+            else:
+                assert is_clear(error), error
+            assert await infer(driver) is None
+        assert {call for call in survived if not is_retried(call)} == set()
+    assert machine.leaks() == []
+
+
+@pytest.mark.parametrize("kind", sorted(MODELS))
+async def test_each_call_of_an_unload_may_fail(
+    tmp_path: Path, machine: Runtime, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What fails to be given back is tried again, and said in the log."""
+    caplog.set_level(logging.WARNING)
+    model_dir = MODELS[kind](tmp_path)
+    await cycle(machine, model_dir)
+    marks = await cycle(machine, model_dir)
+    for index in range(marks["unload"] - marks["run"]):
+        driver = driver_for(model_dir)
+        await driver.__aenter__()
+        assert await infer(driver) is None
+        caplog.clear()
+        machine.faults[:] = [Fault(skip=index)]
+        start = len(machine.log)
+        await driver.__aexit__(None, None, None)
+        machine.faults.clear()
+        assert machine.leaks() == [], machine.log[start + index]
+        assert machine.log[start + index] in caplog.text
+    await cycle(machine, model_dir)
+
+
+async def test_device_memory_runs_out(tmp_path: Path) -> None:
+    """Too large a model is unavailable, with the code's name and what to do; nothing stays."""
+    with simulate(cards=1, time="modelled", memory_bytes=1 << 16) as machine:
+        with pytest.raises(AclCallError) as caught:
+            await driver_for(batch_om(tmp_path)).__aenter__()
+        assert caught.value.code.value == "Unavailable"
+        assert "free device memory" in str(caught.value)
+        assert machine.leaks() == []
+
+
+async def test_an_absent_card_names_the_cards_there_are(tmp_path: Path, machine: Runtime) -> None:
+    """Card 7 of two."""
+    driver = driver_for(batch_om(tmp_path))
+    placement = driver.context.placements[0]
+    object.__setattr__(placement, "device_id", 7)
+    with pytest.raises(NpuserveError, match="no NPU 7; cards there are: 0, 1"):
+        await driver.__aenter__()
+
+
+async def test_500_loads_and_unloads_end_where_they_began(tmp_path: Path, machine: Runtime) -> None:
+    """Device memory in use, and every other handle, return to what they were."""
+    model_dir = batch_om(tmp_path)
+    config = make_config("max_batch_size: 4 " + parameters(pipeline_depth="1"))
+    used = []
+    for count in range(500):
+        async with BackendDriver(OmBackend(), config, model_dir) as driver:
+            used.append(machine.cards[0].memory.used)
+            if count % 100 == 0:
+                assert await infer(driver) is None
+    assert len(set(used)) == 1
+    assert machine.cards[0].memory.used == 0
+    assert machine.leaks() == []
