@@ -57,16 +57,12 @@ def fill_instance_groups(config: ModelConfig, cards: Sequence[int]) -> None:
         _check(config, group, cards)
 
 
-def placements(config: ModelConfig, cards: Sequence[int]) -> list[Placement]:
+def placements(config: ModelConfig) -> list[Placement]:
     """One placement per instance of a completed configuration.
 
     The instances of a group are numbered card by card in turn, so that taking free instances in
     order puts the first batches on different cards.
-
-    Args:
-        cards: as given to `fill_instance_groups`.
     """
-    del cards  # the groups name them by now
     return [
         Placement(
             name=f"{group.name}_{number}",

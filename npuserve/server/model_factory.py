@@ -123,7 +123,7 @@ class ModelFactory:
             model_repository.normalize(config)
             cards = visible_cards()
             instance_group.fill_instance_groups(config, cards)
-            context.placements = instance_group.placements(config, cards)
+            context.placements = instance_group.placements(config)
         model_repository.validate_config(config, directory, completed=True)
         return context, backend
 

@@ -88,7 +88,7 @@ class RateLimiter:
         """Forget a model; nothing of it is running."""
         if self._pools.pop(pool, None) is not None:
             self._resize()
-            self._wake_waiting()
+            self._wake_soon(pool)
 
     def acquire(
         self, pool: InstancePool, instance: Instance, *, only: bool = False
@@ -122,7 +122,7 @@ class RateLimiter:
         instance.resources = None
         for key, count in share.needs.items():
             self._lent[key] -= count
-        self._wake_waiting()
+        self._wake_soon(instance.pool)
 
     # ---------------------------------------------------------------- resources
 
@@ -153,27 +153,20 @@ class RateLimiter:
                 for index, share in state.shares.items():
                     yield pool, index, share
 
+    def _wake_soon(self, pool: InstancePool) -> None:
+        # Not now: the model whose instance became free asks first, so that it is compared too.
+        if not self._waking:
+            self._waking = True
+            pool.loop.call_soon(self._wake_waiting)
+
     def _wake_waiting(self) -> None:
         """Let schedulers that got no instance ask again, the one with the smallest rank first."""
-        if self._waking:
-            return
-        self._waking = True
-        try:
-            waiting = sorted(self._waiting_shares(), key=lambda entry: entry[2].rank)
-            for pool, index, share in waiting:
-                instance = pool.instances[index]
-                state = self._pools.get(pool)
-                if (
-                    state is not None
-                    and state.waiting
-                    and instance.is_free
-                    and self._available(share)
-                    and pool.on_free is not None
-                ):
-                    state.waiting = False
-                    pool.on_free(instance)
-        finally:
-            self._waking = False
+        self._waking = False
+        for pool, index, share in sorted(self._waiting_shares(), key=lambda entry: entry[2].rank):
+            instance, state = pool.instances[index], self._pools[pool]
+            if state.waiting and instance.is_free and self._available(share) and pool.on_free:
+                state.waiting = False
+                pool.on_free(instance)
 
     def _resize(self) -> None:
         """Amounts after the models changed: the limit given, else the largest need."""

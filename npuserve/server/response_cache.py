@@ -37,6 +37,8 @@ _now_ns = time.monotonic_ns
 # What an entry costs besides its tensors' bytes: the key and the objects around them.
 _ENTRY_OVERHEAD_BYTES = 512
 
+_REDIS_PAUSE_NS = 1_000_000_000
+
 
 class Store(Protocol):
     """Keeps packed responses. Loop thread only; `get` calls back, at once or later, in order."""
@@ -112,7 +114,8 @@ class LocalStore:
 class RedisStore:
     """Responses in a Redis server, through one helper thread, which keeps lookups in order.
 
-    A server that cannot be reached is a miss; requests are executed as without a cache.
+    A server that cannot be reached is a miss; requests are executed as without a cache, and for a
+    second it is not asked again.
     """
 
     def __init__(self, client: Any, call_soon_threadsafe: Callable[..., object]) -> None:
@@ -120,9 +123,13 @@ class RedisStore:
         self._call_loop = call_soon_threadsafe
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="redis-cache")
         self._failing = False
+        self._retry_ns = 0
 
     def get(self, key: bytes, found: Callable[[bytes | None], None]) -> None:
         """See `Store.get`."""
+        if _now_ns() < self._retry_ns:
+            found(None)
+            return
 
         def work() -> None:
             self._call_loop(found, self._command("get", key))
@@ -131,7 +138,8 @@ class RedisStore:
 
     def put(self, key: bytes, value: bytes) -> None:
         """See `Store.put`."""
-        self._thread.submit(self._command, "set", key, value)
+        if _now_ns() >= self._retry_ns:
+            self._thread.submit(self._command, "set", key, value)
 
     def close(self) -> None:
         """See `Store.close`."""
@@ -145,6 +153,7 @@ class RedisStore:
             if not self._failing:
                 logger.error("the Redis cache does not answer, going on without: %s", error)
             self._failing = True
+            self._retry_ns = _now_ns() + _REDIS_PAUSE_NS
             return None
         self._failing = False
         return answer
@@ -191,6 +200,8 @@ def _connect_redis(
         raise InvalidArgumentError("--cache-config=redis needs host=<name>")
     try:
         import redis
+        from redis.backoff import NoBackoff
+        from redis.retry import Retry
     except ImportError as error:
         raise InvalidArgumentError(
             "--cache-config=redis needs redis-py: pip install npuserve[redis]"
@@ -199,6 +210,7 @@ def _connect_redis(
         import asyncio
 
         call_soon_threadsafe = asyncio.get_running_loop().call_soon_threadsafe
+    timeout_s = int(settings.get("wait_timeout", "1000")) / 1_000
     client = redis.Redis(
         host=settings["host"],
         port=int(settings.get("port", "6379")),
@@ -206,8 +218,9 @@ def _connect_redis(
         username=settings.get("user"),
         password=settings.get("password"),
         ssl=settings.get("tls_enabled", "false").lower() == "true",
-        socket_timeout=int(settings.get("wait_timeout", "1000")) / 1_000,
-        socket_connect_timeout=int(settings.get("wait_timeout", "1000")) / 1_000,
+        socket_timeout=timeout_s,
+        socket_connect_timeout=timeout_s,
+        retry=Retry(NoBackoff(), 0),  # a request waits for the answer
     )
     return RedisStore(client, call_soon_threadsafe)
 

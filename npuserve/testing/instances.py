@@ -104,6 +104,11 @@ class FakePool:
     on_free: Callable[[FakeInstance], None] | None = None
     rate_limiter: Any = None
 
+    @property
+    def loop(self) -> FakeClock:
+        """Whatever has a `call_soon`."""
+        return self.clock
+
     def __post_init__(self) -> None:
         self.instances = [FakeInstance(self, i, self.max_inflight) for i in range(self.count)]
 

@@ -199,7 +199,8 @@ class DynamicBatcher:
             self._executed(instance, *running.popleft())
         self._grow = self._blocked
         self._blocked = False
-        if self._queue.elements >= self._rules.max_preferred:
+        limited = self._instances.rate_limiter is not None  # whoever asks late loses its turn
+        if limited or self._queue.elements >= self._rules.max_preferred:
             self._dispatch()
         elif self._queue.live and not self._dispatch_due:
             # Not now: what else arrives in this iteration of the loop may join.

@@ -1,0 +1,50 @@
+"""preserve_ordering: responses leave in the order of arrival."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from npuserve.request import InferenceRequest
+from npuserve.response import InferenceResponse
+from npuserve.server.response_order import ResponseOrder
+
+
+@given(st.lists(st.integers(0, 3), max_size=8), st.randoms())
+def test_any_interleaving_comes_out_in_order(counts: list[int], random: object) -> None:
+    """Requests with any number of responses, answered in any order, come out request by request."""
+    order = ResponseOrder()
+    seen: list[tuple[int, bool]] = []
+    requests = []
+
+    def note(number: int, response: InferenceResponse | None, final: bool) -> None:
+        seen.append((number, final))
+
+    for number in range(len(counts)):
+        requests.append(InferenceRequest("m", {}, partial(note, number)))
+        order.add(requests[-1])
+    todo = [(number, index) for number, count in enumerate(counts) for index in range(count + 1)]
+    random.shuffle(todo)  # type: ignore[attr-defined]  # hypothesis' Random
+    left = [count + 1 for count in counts]
+    for number, _ in todo:
+        left[number] -= 1
+        final = left[number] == 0
+        requests[number].deliver(None if final else InferenceResponse([]), final)
+    assert seen == [
+        (number, index == count)
+        for number, count in enumerate(counts)
+        for index in range(count + 1)
+    ]
+    assert len(order) == 0
+
+
+def test_the_first_in_line_is_not_held() -> None:
+    """Responses of the first request pass at once, before its final one."""
+    order = ResponseOrder()
+    seen: list[bool] = []
+    request = InferenceRequest("m", {}, lambda _, final: seen.append(final))
+    order.add(request)
+    request.deliver(InferenceResponse([]), False)
+    assert seen == [False]
