@@ -73,7 +73,6 @@ class ImplicitState:
                 state.output_name in outputs,
             )
         self._specs = specs
-        self.output_names = tuple(specs)
         self.initial: StateTensors = {spec.input_name: spec.initial for spec in specs.values()}
 
     def __bool__(self) -> bool:

@@ -68,6 +68,10 @@ class ModelHost:
         self.version_dir: str = spec["version_dir"]
         config = json.loads(spec["config"])
         self.output_names = tuple(entry["name"] for entry in config.get("output", ()))
+        # The server keeps these for the sequence's next request, whatever the client asked for.
+        states = config.get("sequence_batching", {}).get("state", ())
+        self._state_outputs = tuple(entry["output_name"] for entry in states)
+        self._all_outputs = self.output_names + self._state_outputs
         self.decoupled = pb_utils.using_decoupled_model_transaction_policy(config)
         self.is_async = False
         self.serving = False
@@ -302,8 +306,11 @@ class ModelHost:
         return wire.LATER
 
     def kept_outputs(self, request: InferenceRequest) -> Any:
-        """Names of the outputs that go back to the client; the others are dropped."""
-        return request._output_names or self.output_names
+        """Names of the outputs that go back to the server; the others are dropped."""
+        asked = request._output_names
+        if asked and self._state_outputs:
+            return (*asked, *self._state_outputs)
+        return asked or self._all_outputs
 
 
 def _rescheduled(request: InferenceRequest) -> Outcome:

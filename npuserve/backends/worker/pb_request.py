@@ -410,7 +410,7 @@ class InferenceRequest:
             )
         if self._sender is None:
             self._sender = InferenceResponseSender(
-                self._port, self._key, self._names(), self._host.decoupled
+                self._port, self._key, self._host.kept_outputs(self), self._host.decoupled
             )
         return self._sender
 

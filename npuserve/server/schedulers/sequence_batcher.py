@@ -304,8 +304,6 @@ class SequenceBatcher:
             request.on_reschedule = self._rescheduled
         if self._states:
             request.on_response = partial(self._absorb, sequence, request.on_response)
-            if request.requested_outputs:
-                request.requested_outputs += self._states.output_names
 
     def stop(self) -> None:
         """See `Scheduler.stop`. Live sequences go on, new ones are refused."""

@@ -139,7 +139,6 @@ class Model:
         *,
         timeout_us: int = 0,
         shape: tuple[int, ...] = (1,),
-        outputs: tuple[str, ...] = (),
     ) -> Client:
         lead = (1,) if self.config.max_batch_size else ()
         array = np.full((*lead, *shape), value, np.int32)
@@ -150,7 +149,6 @@ class Model:
             correlation_id=correlation_id,
             flags=flags,
             timeout_us=timeout_us,
-            requested_outputs=outputs,
         )
         client = Client(request)
         request.batch_size = len(lead)
@@ -462,14 +460,6 @@ def test_a_state_output_is_the_next_state_input() -> None:
         model.finish(SO=np.full((1, 1), seen[-1] + 3, np.int32))
         assert [tensor.name for tensor in client.responses[0].outputs] == ["OUT"]
     assert seen == [0, 3, 6, 0]
-
-
-def test_the_state_is_asked_for_with_the_client_s_outputs() -> None:
-    """A backend computes only what is requested."""
-    model = Model(STATE)
-    model.send(1, SEQUENCE_START, outputs=("OUT",))
-    (request,) = model.running()
-    assert request.requested_outputs == ("OUT", "SO")
 
 
 def test_a_state_of_the_wrong_shape_fails_that_request_only() -> None:
