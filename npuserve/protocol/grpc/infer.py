@@ -97,9 +97,9 @@ class InferFrontEnd:
             )
         plan = self.plan_reply(message, model)
         answer = partial(self._answer_unary, call, plan)
-        request = self.make_request(message, raw, version, plan, answer, call.metadata)
+        request = self.make_request(message, raw, version, plan, answer, call)
         call.on_cancel = request.cancel
-        self.submit(request, plan, call.metadata)
+        self.submit(request, plan, call)
 
     def check_open(self) -> None:
         """Refuse new requests once the server is going down."""
@@ -141,7 +141,7 @@ class InferFrontEnd:
         version: int,
         plan: ReplyPlan,
         on_response: ResponseCallback,
-        metadata: Mapping[str, str],
+        call: Call,
     ) -> InferenceRequest:
         """The request a message stands for. On an error the plan's memory is let go."""
         try:
@@ -149,19 +149,17 @@ class InferFrontEnd:
                 message, raw, on_response, version, self._shared_memory.read
             )
             if self._header_pattern is not None:
-                self._forward_headers(request, metadata)
+                self._forward_headers(request, call.metadata)
         except NpuserveError:
             plan.release()
             raise
         return request
 
-    def submit(
-        self, request: InferenceRequest, plan: ReplyPlan, metadata: Mapping[str, str]
-    ) -> None:
+    def submit(self, request: InferenceRequest, plan: ReplyPlan, call: Call) -> None:
         """Hand the request to the core."""
         try:
             if self.server.tracer.active:
-                self._submit_traced(request, metadata)
+                self._submit_traced(request, call.metadata)
             else:
                 self.server.infer(request)
         except NpuserveError:

@@ -11,9 +11,19 @@ import asyncio
 import contextlib
 import random
 from collections.abc import Callable
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import ngh2
+from ngh2 import (
+    ConnectionClosed,
+    DataReceived,
+    PingAcknowledged,
+    PingReceived,
+    RequestReceived,
+    StreamClosed,
+    StreamReset,
+    TrailersReceived,
+)
 
 from npuserve.protocol.grpc.framing import GrpcStatus, encode_grpc_message
 from npuserve.protocol.grpc.nghttp2_stream import Stream
@@ -50,6 +60,7 @@ class Connection(asyncio.BufferedProtocol):
     Attributes:
         h2: sans-I/O state; whoever changes it calls `schedule_flush`.
         streams: calls in progress by stream id.
+        compresses: whether responses may be compressed at all.
     """
 
     def __init__(self, owner: Nghttp2Transport) -> None:
@@ -57,6 +68,7 @@ class Connection(asyncio.BufferedProtocol):
         self.loop = owner.loop
         self.lease = owner.lease
         self.max_message_bytes = owner.options.max_message_bytes
+        self.compresses = owner.gzip_level > 0
         self.h2 = ngh2.Connection(ngh2.Role.SERVER, _CONFIGURATION)
         self.streams: dict[int, Stream] = {}
         self._transport: asyncio.Transport | None = None
@@ -155,10 +167,8 @@ class Connection(asyncio.BufferedProtocol):
 
     def gzip_level(self, headers: dict[bytes, bytes]) -> int:
         """Zlib level for responses of this call, 0 for none."""
-        level = self._owner.gzip_level
-        if level and b"gzip" in headers.get(b"grpc-accept-encoding", b""):
-            return level
-        return 0
+        takes_gzip = b"gzip" in headers.get(b"grpc-accept-encoding", b"")
+        return self._owner.gzip_level if takes_gzip else 0
 
     # ---------------------------------------------------------------- life of the connection
 
@@ -192,35 +202,36 @@ class Connection(asyncio.BufferedProtocol):
 
     # ---------------------------------------------------------------- inside
 
-    def _handle(self, event: ngh2.Event) -> None:
-        if isinstance(event, ngh2.DataReceived):
-            stream = self.streams.get(event.stream_id)
-            if stream is None:
-                self.acknowledge(len(event.data), event.stream_id)
-            else:
-                stream.data_received(event.data, event.end_stream)
-        elif isinstance(event, ngh2.RequestReceived):
+    def _handle(self, event: Any) -> None:
+        """Pass an event on; the three of every call come first."""
+        kind = type(event)
+        if kind is DataReceived:
+            self._data_received(event)
+        elif kind is RequestReceived:
             self._open_stream(event)
-        elif isinstance(event, ngh2.StreamClosed):
+        elif kind is StreamClosed:
             self._stream_closed(event.stream_id)
-        elif isinstance(event, ngh2.StreamReset):
+        elif kind is StreamReset or kind is TrailersReceived:
             stream = self.streams.get(event.stream_id)
             if stream is not None:
-                stream.abort()
-        elif isinstance(event, ngh2.TrailersReceived):
-            stream = self.streams.get(event.stream_id)
-            if stream is not None:
-                stream.trailers_received()
-        elif isinstance(event, ngh2.PingReceived):
+                stream.abort() if kind is StreamReset else stream.trailers_received()
+        elif kind is PingReceived:
             self._count_ping()
-        elif isinstance(event, ngh2.PingAcknowledged):
+        elif kind is PingAcknowledged:
             if self._draining and not self._closing:
                 self.h2.send_goaway()
                 self._close_if_drained()
-        elif isinstance(event, ngh2.ConnectionClosed):
+        elif kind is ConnectionClosed:
             self._closing = True
 
-    def _open_stream(self, event: ngh2.RequestReceived) -> None:
+    def _data_received(self, event: DataReceived) -> None:
+        stream = self.streams.get(event.stream_id)
+        if stream is None:
+            self.acknowledge(len(event.data), event.stream_id)
+        else:
+            stream.data_received(event.data, event.end_stream)
+
+    def _open_stream(self, event: RequestReceived) -> None:
         headers: dict[bytes, bytes] = dict(event.headers)
         if not headers.get(b"content-type", b"").startswith(b"application/grpc"):
             self.h2.send_response(event.stream_id, ((b":status", b"415"),), end_stream=True)
@@ -237,7 +248,7 @@ class Connection(asyncio.BufferedProtocol):
         if event.end_stream:
             stream.trailers_received()
 
-    def _refuse(self, event: ngh2.RequestReceived, status: GrpcStatus, details: str) -> None:
+    def _refuse(self, event: RequestReceived, status: GrpcStatus, details: str) -> None:
         self.h2.send_response(
             event.stream_id,
             (

@@ -91,7 +91,9 @@ class Stream:
         if self.done:
             return
         connection = self._connection
-        level = connection.gzip_level(self._headers) if self._method.compress else 0
+        level = 0
+        if connection.compresses and self._method.compress:
+            level = connection.gzip_level(self._headers)
         if level:
             message = [framing.gzip_compress(message, level)]
         h2 = connection.h2

@@ -118,13 +118,13 @@ class InferStream:
             version,
             plan,
             partial(self._respond, exchange),
-            self._call.metadata,
+            self._call,
         )
         exchange.message.ClearField("raw_input_contents")
         exchange.request = request
         # Entered before the core sees the request: it may answer at once.
         self._enter(exchange, model)
-        front_end.submit(request, plan, self._call.metadata)
+        front_end.submit(request, plan, self._call)
 
     def _enter(self, exchange: Exchange, model: Model | None) -> None:
         self._open.add(exchange)
