@@ -19,7 +19,7 @@ ARGS ?=
 TESTS ?= tests
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test check lint types format models lock clean
+.PHONY: help serve test check lint types format docs models lock clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -43,6 +43,9 @@ types: $(MARKS)/dev ## mypy --strict
 format: $(MARKS)/dev ## rewrite the sources in the project's format
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
+
+docs: $(MARKS)/serve ## write docs/reference/options.md from the declarations
+	$(BIN)/python docs/generate_options.py
 
 models: $(MODELS)/.ocr $(MODELS)/.vad $(MODELS)/.embedding ## fetch the model files of all examples
 
