@@ -20,6 +20,9 @@ from npuserve.model_repository.scheduling_check import check_scheduling
 
 _Tensor = pb.ModelInput | pb.ModelOutput
 
+# Any other backend, python for one, may be given with whatever platform.
+_PLATFORM_BOUND_BACKENDS = frozenset(PLATFORM_BACKENDS.values())
+
 _KINDS_WITHOUT_CARDS = (pb.ModelInstanceGroup.KIND_CPU, pb.ModelInstanceGroup.KIND_MODEL)
 
 
@@ -70,7 +73,9 @@ def _check_backend(config: ModelConfig) -> Iterator[str]:
             yield f"must specify 'platform' or 'backend' for '{name}'"
     elif platform and not backend:
         yield f"unexpected platform type '{platform}' for {name}"
-    elif platform in PLATFORM_BACKENDS and PLATFORM_BACKENDS[platform] != backend:
+    elif (
+        backend in _PLATFORM_BOUND_BACKENDS and PLATFORM_BACKENDS.get(platform, backend) != backend
+    ):
         yield f"unexpected 'platform' and 'backend' pair, got:{platform}, {backend}"
 
 
@@ -91,9 +96,9 @@ def _check_tensor(config: ModelConfig, tensor: _Tensor, what: str) -> Iterator[s
             f"dimension{suffix}"
         )
     if tensor.is_shape_tensor and config.platform != "tensorrt_plan":
-        yield f"{subject}: shape tensors are only supported for TensorRT platform{suffix}"
+        yield f"shape tensors are only supported for TensorRT platform{suffix}"
     if tensor.is_non_linear_format_io and config.platform != "tensorrt_plan":
-        yield f"{subject}: Non-linear IO format is only supported for the TensorRT platform{suffix}"
+        yield f"Non-linear IO format is only supported for the TensorRT platform{suffix}"
     if tensor.HasField("reshape"):
         for problem in _reshape_problems(config, tensor.dims, tensor.reshape.shape):
             yield f"{subject} {problem}{suffix}"
@@ -117,7 +122,7 @@ def _reshape_problems(
         )
         return
     before, after = _fixed_products(dims), _fixed_products(reshape)
-    if len(before) != len(after):
+    if len(before) != len(after) and len(before) > 1 and len(after) > 1:
         yield "has different number of variable-size dimensions for dims and reshape"
     elif before != after:
         yield "has different size for dims and reshape"

@@ -106,14 +106,16 @@ def _check_sequence(config: ModelConfig) -> Iterator[str]:
 
 def _check_control_tensors(config: ModelConfig) -> Iterator[str]:
     kinds: Counter[str] = Counter()
+    names: set[str] = set()
     for tensor in config.sequence_batching.control_input:
         if not tensor.name:
             yield f"sequence batching control tensor must have a name for {config.name}"
-        if len({control.kind for control in tensor.control}) > 1:
+        if tensor.name in names:
             yield (
                 f"sequence batching control tensor '{tensor.name}' is specified for multiple "
                 f"control kinds for {config.name}"
             )
+        names.add(tensor.name)
         for control in tensor.control:
             kinds[enum_name(control, "kind")] += 1
             yield from _check_control(config, control)

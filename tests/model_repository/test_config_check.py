@@ -27,6 +27,7 @@ def accept(text: str, completed: bool = True) -> None:
     [
         PLAIN,
         'name: "m" platform: "onnxruntime_onnx" backend: "onnxruntime"',
+        'name: "m" platform: "onnxruntime_onnx" backend: "python"',
         PLAIN + "input { name: 'I' data_type: TYPE_FP32 dims: [ 3, -1 ] }",
         PLAIN + "input { name: 'I' data_type: TYPE_FP32 dims: 1 reshape { shape: [] } }",
         PLAIN
@@ -49,8 +50,8 @@ def test_sound_configurations_pass(text: str) -> None:
         ('name: "m"', "must specify 'platform' or 'backend' for 'm'"),
         ('name: "m" platform: "python_backend"', "unexpected platform type 'python_backend' for m"),
         (
-            'name: "m" platform: "onnxruntime_onnx" backend: "python"',
-            "unexpected 'platform' and 'backend' pair, got:onnxruntime_onnx, python",
+            'name: "m" platform: "onnxruntime_onnx" backend: "pytorch"',
+            "unexpected 'platform' and 'backend' pair, got:onnxruntime_onnx, pytorch",
         ),
         (
             'name: "m" backend: "python" max_batch_size: -1',
@@ -104,6 +105,10 @@ def test_rules_of_the_whole_model(text: str, problem: str) -> None:
         ),
         (
             "name: 'I' data_type: TYPE_FP32 dims: -1 reshape { shape: [ 4 ] }",
+            "model input 'I' has different size for dims and reshape for m",
+        ),
+        (
+            "name: 'I' data_type: TYPE_FP32 dims: -1 reshape { shape: [ -1, -1 ] }",
             "model input 'I' has different number of variable-size dimensions for dims and "
             "reshape for m",
         ),
@@ -118,7 +123,7 @@ def test_rules_of_the_whole_model(text: str, problem: str) -> None:
         ),
         (
             "name: 'I' data_type: TYPE_FP32 dims: 4 is_shape_tensor: true",
-            "model input 'I': shape tensors are only supported for TensorRT platform for m",
+            "shape tensors are only supported for TensorRT platform for m",
         ),
     ],
 )
@@ -231,9 +236,9 @@ def test_rules_of_dynamic_batching(block: str, problem: str) -> None:
             "sequence batching specifies multiple CONTROL_SEQUENCE_START tensors for m",
         ),
         (
-            "control_input { name: 'A' control [ { kind: CONTROL_SEQUENCE_START "
-            "int32_false_true: [0, 1] }, { kind: CONTROL_SEQUENCE_END "
-            "int32_false_true: [0, 1] } ] }",
+            "control_input [ { name: 'A' control { kind: CONTROL_SEQUENCE_START "
+            "int32_false_true: [0, 1] } }, { name: 'A' control { kind: CONTROL_SEQUENCE_END "
+            "int32_false_true: [0, 1] } } ]",
             "sequence batching control tensor 'A' is specified for multiple control kinds for m",
         ),
     ],
