@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from npuserve.errors import InternalError, InvalidArgumentError, NpuserveError
+from npuserve.model_repository import watcher
 from npuserve.server.metadata import ModelIndexEntry
 from npuserve.server.model_factory import ModelFactory
 
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
     from npuserve.backends.registry import BackendRegistry
     from npuserve.model_config import ModelConfig
-    from npuserve.model_repository import ModelDirectory, Scan
+    from npuserve.model_repository import Fingerprint, ModelDirectory, Scan
     from npuserve.server.core import InferenceServer
     from npuserve.server.model import Model
 
@@ -102,7 +103,7 @@ class Lifecycle:
         self._slots = asyncio.Semaphore(self._options.model_load_thread_count)
         self._draining: dict[str, set[Model]] = {}
         self.entries: dict[str, ModelEntry] = {}
-        self._polled: dict[str, object] = {}  # fingerprints of the last poll
+        self._polled: dict[str, Fingerprint] = {}  # of the last poll
         self.starting = True
         self.failed_startup: list[str] = []
 
@@ -152,25 +153,24 @@ class Lifecycle:
         for name, reason in scan.problems.items():
             self._entry(name).failure = reason
         prints = await asyncio.to_thread(self._fingerprints, scan)
-        changed = [name for name, value in prints.items() if value != self._polled.get(name)]
-        gone = [n for n in self.entries if n not in scan.models and n not in scan.problems]
+        changes = watcher.compare(self._polled, prints, self.entries, scan.problems)
         self._polled = prints
-        for name in gone:
+        for name in changes.unload:
             await self.unload(name)
             if not self.entries[name].versions:
                 del self.entries[name]
-        configs = await self._configs(scan, changed)
+        configs = await self._configs(scan, changes.load)
         operation = _Operation(self, scan, configs)
         results = await asyncio.gather(
-            *(operation.load(name) for name in changed), return_exceptions=True
+            *(operation.load(name) for name in changes.load), return_exceptions=True
         )
-        for name, result in zip(changed, results, strict=True):
+        for name, result in zip(changes.load, results, strict=True):
             if isinstance(result, BaseException) and not isinstance(result, NpuserveError):
                 logger.error("loading '%s' failed", name, exc_info=result)
             elif result is None:
                 await self._refresh_dependents(name)
 
-    def _fingerprints(self, scan: Scan) -> dict[str, object]:
+    def _fingerprints(self, scan: Scan) -> dict[str, Fingerprint]:
         return {name: self._factory.fingerprint(d) for name, d in scan.models.items()}
 
     async def stop(self) -> None:

@@ -24,7 +24,7 @@ from npuserve.server.warmup import run_warmup
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from npuserve.model_repository import ModelDirectory, Scan
+    from npuserve.model_repository import Fingerprint, ModelDirectory, Scan
     from npuserve.server.core import InferenceServer
     from npuserve.server.instance import InstancePool
 
@@ -49,7 +49,7 @@ class ModelFactory:
         """Parsed and normalised configuration; raises with file, line and field."""
         return model_repository.load_config(directory, self._options, override_json)
 
-    def fingerprint(self, directory: ModelDirectory) -> object:
+    def fingerprint(self, directory: ModelDirectory) -> Fingerprint:
         """Equal as long as no file of the model changed."""
         return model_repository.fingerprint(directory)
 
