@@ -1,0 +1,183 @@
+"""What /metrics shows, from a server without front ends."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from npuserve.protocol.prometheus import exposition, format_value, render
+from npuserve.server.core import InferenceServer
+from npuserve.server.machine import Machine
+from npuserve.server.metrics import MetricsConfig
+from npuserve.server.model import Model
+from tests.server.models import infer, serve, write_model
+
+
+def samples(server: InferenceServer) -> dict[str, float]:
+    """Series with their values."""
+    lines = render(server).decode().splitlines()
+    pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    return {series: float(value) for series, value in pairs}
+
+
+async def test_counters_are_those_of_the_statistics(tmp_path: Path) -> None:
+    """Three rows and one row: two requests, four inferences, two executions."""
+    write_model(tmp_path, "m", 'metric_tags { key: "team" value: "a" }')
+    async with serve(tmp_path) as server:
+        await infer(server, "m", rows=3)
+        await infer(server, "m")
+        shown = samples(server)
+        labels = '{_team="a",model="m",version="1"}'
+        assert shown[f"nv_inference_request_success{labels}"] == 2
+        assert shown[f"nv_inference_count{labels}"] == 4
+        assert shown[f"nv_inference_exec_count{labels}"] == 2
+        assert shown[f"nv_inference_pending_request_count{labels}"] == 0
+        statistics = server.model("m").statistics
+        duration = shown[f"nv_inference_request_duration_us{labels}"]
+        assert duration == statistics.success.ns // 1_000
+
+
+async def test_failure_series_exist_from_the_load_on(tmp_path: Path) -> None:
+    """All four reasons are there with value 0."""
+    write_model(tmp_path, "m")
+    async with serve(tmp_path) as server:
+        shown = samples(server)
+        for reason in ("REJECTED", "CANCELED", "BACKEND", "OTHER"):
+            series = f'nv_inference_request_failure{{model="m",reason="{reason}",version="1"}}'
+            assert shown[series] == 0
+
+
+async def test_counters_survive_a_reload_and_vanish_with_an_unload(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reload goes on counting, a load after an unload starts at 0."""
+    directory = write_model(tmp_path, "m")
+    series = 'nv_inference_count{model="m",version="1"}'
+    async with serve(tmp_path) as server:
+        await infer(server, "m")
+        (directory / "config.pbtxt").write_text(
+            (directory / "config.pbtxt").read_text() + 'parameters { key: "k" value { } }'
+        )
+        await server.load_model("m")
+        await infer(server, "m", rows=2)
+        assert samples(server)[series] == 3
+        assert server.model("m").statistics.inference_count == 2
+        last, freed = server.model("m"), asyncio.Event()
+        model_unloaded = server.metrics.model_unloaded
+
+        def note(model: Model) -> None:
+            model_unloaded(model)
+            if model is last:
+                freed.set()
+
+        monkeypatch.setattr(server.metrics, "model_unloaded", note)
+        await server.unload_model("m")
+        await freed.wait()
+        assert series not in samples(server)
+        await server.load_model("m")
+        assert samples(server)[series] == 0
+
+
+async def test_every_family_has_help_and_type_without_models(tmp_path: Path) -> None:
+    """An empty repository shows the families of Triton, in their order."""
+    async with serve(tmp_path) as server:
+        text = render(server).decode()
+    types = [line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")]
+    assert types[:5] == [
+        "nv_inference_request_success",
+        "nv_inference_request_failure",
+        "nv_inference_count",
+        "nv_inference_exec_count",
+        "nv_inference_request_duration_us",
+    ]
+    assert "# TYPE nv_inference_request_success counter\n" in text
+    assert (
+        "# HELP nv_inference_count Number of inferences performed (does not include cached "
+        "requests)\n" in text
+    )
+    assert not any("summary" in name or "histogram" in name for name in types)
+
+
+async def test_latency_counters_can_be_replaced_by_summaries(tmp_path: Path) -> None:
+    """counter_latencies=false drops only the durations; summaries have quantiles, sum and count."""
+    write_model(tmp_path, "m")
+    config = {
+        "counter_latencies": "false",
+        "summary_latencies": "true",
+        "histogram_latencies": "true",
+        "summary_quantiles": "0.5:0.05,0.9:0.01",
+    }
+    async with serve(tmp_path, metrics_config=config) as server:
+        await infer(server, "m")
+        shown = samples(server)
+    labels = 'model="m",version="1"'
+    assert f"nv_inference_request_duration_us{{{labels}}}" not in shown
+    assert shown[f"nv_inference_count{{{labels}}}"] == 1
+    name = "nv_inference_request_summary_us"
+    assert shown[f"{name}_count{{{labels}}}"] == 1
+    assert shown[f'{name}{{{labels},quantile="0.9"}}'] == shown[f"{name}_sum{{{labels}}}"]
+    assert f'{name}{{{labels},quantile="0.99"}}' not in shown
+    name = "nv_inference_first_response_histogram_ms_bucket"
+    assert shown[f'{name}{{{labels},le="+Inf"}}'] == 1
+    assert f'{name}{{{labels},le="2000"}}' in shown
+
+
+async def test_cache_families_belong_to_models_that_use_it(tmp_path: Path) -> None:
+    """Hits and misses by model, and the state of the local cache."""
+    write_model(tmp_path, "plain")
+    write_model(tmp_path, "cached", "response_cache { enable: true }")
+    options = {"cache_config": {"local": {"size": "100000"}}}
+    async with serve(tmp_path, **options) as server:
+        for model in ("plain", "cached", "cached"):
+            await infer(server, model)
+        shown = samples(server)
+    assert shown['nv_cache_num_hits_per_model{model="cached",version="1"}'] == 1
+    assert shown['nv_cache_num_misses_per_model{model="cached",version="1"}'] == 1
+    assert 'nv_cache_num_hits_per_model{model="plain",version="1"}' not in shown
+    assert shown["nv_cache_num_entries"] == 1
+    assert 0 < shown["nv_cache_util"] < 1
+
+
+async def test_machine_families_can_be_switched_off(tmp_path: Path) -> None:
+    """allow_cpu_metrics=false: no nv_cpu families."""
+    async with serve(tmp_path) as server:
+        assert samples(server)["nv_cpu_memory_total_bytes"] > 0
+    async with serve(tmp_path, allow_cpu_metrics=False) as server:
+        assert "nv_cpu" not in render(server).decode()
+
+
+def test_utilisation_is_the_share_of_busy_ticks(tmp_path: Path) -> None:
+    """Of 100 new ticks 25 were not idle."""
+    (tmp_path / "meminfo").write_text("MemTotal: 100 kB\nMemFree: 1 kB\nMemAvailable: 60 kB\n")
+    (tmp_path / "stat").write_text("cpu 10 0 10 70 10 0 0 0 0 0\n")
+    machine = Machine(interval_ns=0, proc=tmp_path)
+    machine.refresh()
+    (tmp_path / "stat").write_text("cpu 30 0 15 140 15 0 0 0 0 0\n")
+    shown = exposition(machine.collect()).decode()
+    assert "\nnv_cpu_utilization 0.25\n" in shown
+    assert "\nnv_cpu_memory_used_bytes 40960\n" in shown
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (3.0, "3"),
+        (0.1, "0.1"),
+        (float("nan"), "Nan"),
+        (float("inf"), "+Inf"),
+        (-float("inf"), "-Inf"),
+        (2**53 - 1, "9007199254740991"),
+    ],
+)
+def test_values_are_written_as_triton_does(value: float, text: str) -> None:
+    """Whole numbers have no fraction."""
+    assert format_value(value) == text
+
+
+def test_a_bad_quantile_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """A pair without colon is left out with Triton's text."""
+    config = MetricsConfig.from_settings({"summary_quantiles": "0.5:0.05,0.9"})
+    assert config.quantiles == (0.5,)
+    assert "Invalid option: [0.9]. No ':' delimiter found." in caplog.text

@@ -1,0 +1,235 @@
+"""Traces: sampling, settings, Triton's file and OpenTelemetry spans."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from npuserve.errors import InternalError, InvalidArgumentError, NpuserveError, UnsupportedError
+from npuserve.flag_values import TraceOptions
+from npuserve.options import ServerOptions
+from npuserve.request import InferenceRequest
+from npuserve.server.trace import SettingValue, TraceContext, Tracer
+from tests.server.models import infer, serve, write_model
+
+
+def tracer(**config: Any) -> Tracer:
+    config.setdefault("file", "unused")
+    return Tracer(ServerOptions(model_repository=("r",), trace_config=TraceOptions(**config)))
+
+
+def sampled(tracer: Tracer, count: int, model: str = "m") -> list[int]:
+    """Which of so many requests (from 1) are traced."""
+    chosen = []
+    for number in range(1, count + 1):
+        request = InferenceRequest(model, {}, lambda *_: None)
+        tracer.attach(request)
+        if request.trace is not None:
+            chosen.append(number)
+    return chosen
+
+
+def test_off_is_inactive() -> None:
+    """Without a level nothing is asked of anybody."""
+    assert not tracer().active
+    assert tracer(level=("TIMESTAMPS",)).active
+
+
+def test_every_rate_th_request_is_traced() -> None:
+    """Rate 5: the 5th, 10th, 15th."""
+    assert sampled(tracer(level=("TIMESTAMPS",), rate=5), 16) == [5, 10, 15]
+
+
+def test_the_count_runs_down_and_can_be_read() -> None:
+    """Two traces, then none, and the setting says 0."""
+    subject = tracer(level=("TIMESTAMPS",), rate=1, count=2)
+    assert sampled(subject, 4) == [1, 2]
+    assert subject.settings()["trace_count"] == "0"
+
+
+def test_settings_are_shown_in_triton_order() -> None:
+    """Scalars are texts, the level is a list."""
+    assert list(tracer(rate=7, log_frequency=3, file="f").settings().items()) == [
+        ("trace_level", ["OFF"]),
+        ("trace_rate", "7"),
+        ("trace_count", "-1"),
+        ("log_frequency", "3"),
+        ("trace_file", "f"),
+        ("trace_mode", "triton"),
+    ]
+
+
+def test_a_model_may_differ_and_falls_back_when_cleared() -> None:
+    """A model's own setting hides the global one until it is cleared."""
+    subject = tracer()
+    subject.update({"trace_level": ["TIMESTAMPS"], "trace_rate": "2"})
+    subject.update({"trace_rate": "1"}, "mine")
+    assert sampled(subject, 4, "mine") == [1, 2, 3, 4]
+    assert sampled(subject, 4) == [2, 4]
+    subject.update({"trace_rate": "3"})
+    assert subject.settings("mine")["trace_rate"] == "1"
+    subject.update({"trace_rate": None}, "mine")
+    assert subject.settings("mine")["trace_rate"] == "3"
+    subject.update({"trace_rate": [], "trace_level": None})
+    assert subject.settings()["trace_rate"] == "1000"
+    assert not subject.active
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"trace_file": "x"}, UnsupportedError, "can not be updated through network protocol"),
+        ({"trace_rate": "x"}, InternalError, "Unable to parse 'trace_rate', got: x"),
+        ({"trace_rate": "-1"}, InternalError, r"out of range \[ 0, 4294967295 \], got: -1"),
+        ({"trace_rate": "0"}, InvalidArgumentError, "setting :sample rate must be non-zero"),
+        ({"trace_count": "-2"}, InternalError, "Expecting value >= -1, got:-2"),
+        ({"trace_rate": ["1", "2"]}, InvalidArgumentError, "expect only 1 value for 'trace_rate'"),
+        (
+            {"trace_level": ["OFF", "TIMESTAMPS"]},
+            InvalidArgumentError,
+            "Expect only one trace level 'OFF' is specified",
+        ),
+    ],
+)
+def test_updates_that_are_refused_change_nothing(
+    changes: dict[str, SettingValue | None], error: type[NpuserveError], message: str
+) -> None:
+    """Triton's texts; other settings of the same call are not applied."""
+    subject = tracer()
+    before = subject.settings()
+    with pytest.raises(error, match=message):
+        subject.update({"log_frequency": "9", **changes})
+    assert subject.settings() == before
+
+
+def test_a_level_needs_a_file() -> None:
+    """Triton mode without a file name refuses to start tracing."""
+    with pytest.raises(InvalidArgumentError, match="trace file name is not given"):
+        tracer(file="").update({"trace_level": ["TIMESTAMPS"]})
+
+
+async def traced(tmp_path: Path, **config: Any) -> list[dict[str, Any]]:
+    """The trace file after two requests, the second with an id."""
+    repository = tmp_path / "repository"
+    write_model(repository, "m", "dynamic_batching { }")
+    file = tmp_path / "trace.json"
+    options = TraceOptions(**{"rate": 1, "file": str(file), **config})
+    async with serve(repository, trace_config=options) as server:
+        await infer(server, "m")
+        await infer(server, "m", id="second")
+    written = [tmp_path / "trace.json.0", tmp_path / "trace.json.1"]
+    files = written if config.get("log_frequency") else [file]
+    return [part for path in files for part in json.loads(path.read_text())]
+
+
+async def test_timestamps_are_complete_and_in_order(tmp_path: Path) -> None:
+    """A request's moments, from its start to its end."""
+    parts = await traced(tmp_path, level=("TIMESTAMPS",))
+    headers = [part for part in parts if "model_name" in part]
+    assert headers == [
+        {"id": 1, "model_name": "m", "model_version": 1},
+        {"id": 2, "model_name": "m", "model_version": 1, "request_id": "second"},
+    ]
+    marks = [part["timestamps"][0] for part in parts if part["id"] == 1 and "timestamps" in part]
+    assert [mark["name"] for mark in marks if mark["name"] != "INFER_RESPONSE_COMPLETE"] == [
+        "REQUEST_START", "QUEUE_START", "COMPUTE_START", "COMPUTE_INPUT_END",
+        "COMPUTE_OUTPUT_START", "COMPUTE_END", "REQUEST_END",
+    ]  # fmt: skip
+    assert [mark["ns"] for mark in marks] == sorted(mark["ns"] for mark in marks)
+
+
+async def test_the_log_frequency_splits_the_file(tmp_path: Path) -> None:
+    """With 1, each trace has a numbered file of its own."""
+    parts = await traced(tmp_path, level=("TIMESTAMPS",), log_frequency=1)
+    assert [part["id"] for part in parts if "model_name" in part] == [1, 2]
+
+
+async def test_tensors_are_written_with_their_values(tmp_path: Path) -> None:
+    """Level TENSORS alone: inputs as queued and executed, outputs, and no timestamps."""
+    parts = await traced(tmp_path, level=("TENSORS",))
+    tensors = [part for part in parts if part["id"] == 1 and "activity" in part]
+    assert [part["activity"] for part in tensors] == [
+        "TENSOR_QUEUE_INPUT",
+        "TENSOR_BACKEND_INPUT",
+        "TENSOR_BACKEND_OUTPUT",
+    ]
+    assert tensors[0]["tensor"] == {
+        "name": "X", "data": "1.0,1.0", "shape": "1,2", "dtype": "FP32"
+    }  # fmt: skip
+    assert not any("timestamps" in part for part in parts)
+
+
+async def test_members_of_an_ensemble_are_children(tmp_path: Path) -> None:
+    """A sampled ensemble request brings traces of its steps, whatever their own rate is."""
+    repository = tmp_path / "repository"
+    write_model(repository, "member")
+    (repository / "whole" / "1").mkdir(parents=True)
+    (repository / "whole" / "config.pbtxt").write_text("""
+        platform: "ensemble" max_batch_size: 8
+        input [ { name: "X" data_type: TYPE_FP32 dims: [ 2 ] } ]
+        output [ { name: "Y" data_type: TYPE_FP32 dims: [ 2 ] } ]
+        ensemble_scheduling { step [ { model_name: "member" model_version: -1
+          input_map { key: "X" value: "X" } output_map { key: "Y" value: "Y" } } ] }""")
+    file = tmp_path / "trace.json"
+    options = TraceOptions(level=("TIMESTAMPS",), rate=1, file=str(file))
+    async with serve(repository, trace_config=options) as server:
+        await infer(server, "whole")
+    headers = [part for part in json.loads(file.read_text()) if "model_name" in part]
+    by_name = {part["model_name"]: part for part in headers}
+    assert by_name["member"]["parent_id"] == by_name["whole"]["id"]
+    assert "parent_id" not in by_name["whole"]
+
+
+async def test_open_telemetry_spans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """InferRequest, the model, its compute; the client's context is the parent of all."""
+    pytest.importorskip("opentelemetry.sdk")
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    from npuserve.server import trace_opentelemetry
+
+    memory = InMemorySpanExporter()
+    monkeypatch.setattr(
+        trace_opentelemetry, "_batch_processor", lambda _: SimpleSpanProcessor(memory)
+    )
+    write_model(tmp_path, "m")
+    options = TraceOptions(
+        mode="opentelemetry",
+        level=("TIMESTAMPS",),
+        rate=1,
+        opentelemetry=(("resource", "service.name=mine"), ("url", "http://localhost:1/")),
+    )
+    async with serve(tmp_path, trace_config=options) as server:
+        assert server.tracer.settings()["url"] == "http://localhost:1/"
+        assert "trace_file" not in server.tracer.settings()
+        server.tracer.attach = _with_context(server.tracer)  # type: ignore[method-assign]
+        await infer(server, "m", id="r")
+        spans = {span.name: span for span in memory.get_finished_spans()}
+    assert set(spans) == {"InferRequest", "m", "compute"}
+    root, model, compute = spans["InferRequest"], spans["m"], spans["compute"]
+    assert root.resource.attributes["service.name"] == "mine"
+    assert root.parent is not None
+    assert f"{root.parent.trace_id:032x}" == "0af7651916cd43dd8448eb211c80319c"
+    assert model.parent is not None
+    assert model.parent.span_id == root.context.span_id
+    assert compute.parent is not None
+    assert compute.parent.span_id == model.context.span_id
+    assert model.attributes is not None
+    assert model.attributes["triton.request_id"] == "r"
+    assert [event.name for event in compute.events] == [
+        "COMPUTE_START", "COMPUTE_INPUT_END", "COMPUTE_OUTPUT_START", "COMPUTE_END",
+    ]  # fmt: skip
+
+
+def _with_context(tracer: Tracer) -> Any:
+    """What a front end does when a client sends `traceparent`."""
+    attach = tracer.attach
+
+    def attach_with_context(request: InferenceRequest) -> None:
+        request.trace = TraceContext("00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01")
+        attach(request)
+
+    return attach_with_context

@@ -1,0 +1,107 @@
+"""Warm-up: the model has run before it is ready."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from google.protobuf import text_format
+
+from npuserve.errors import InvalidArgumentError, NpuserveError
+from npuserve.model_config import ModelConfig
+from npuserve.server.warmup import sample_inputs
+from npuserve.tensor import Tensor
+from tests.server.models import serve, write_model
+
+
+def sample(inputs: str, model_dir: Path, batching: bool = False) -> list[Tensor]:
+    config = ModelConfig()
+    text = f'model_warmup {{ name: "s" batch_size: 1 inputs {{ key: "I" value {{ {inputs} }} }} }}'
+    text_format.Parse(text, config)
+    return sample_inputs(config.model_warmup[0], model_dir, batching)
+
+
+WARMUP = """
+model_warmup { name: "s" batch_size: 2 count: 3
+  inputs { key: "X" value { data_type: TYPE_FP32 dims: 2 zero_data: true } } }
+model_warmup { name: "off" batch_size: 0
+  inputs { key: "X" value { data_type: TYPE_FP32 dims: -1 zero_data: true } } }
+"""
+
+
+async def test_warm_up_runs_on_every_instance_and_is_counted(tmp_path: Path) -> None:
+    """Two instances, three times two requests each; batch size 0 is skipped."""
+    directory = write_model(tmp_path, "m", WARMUP)
+    config = directory / "config.pbtxt"
+    config.write_text(config.read_text().replace("kind: KIND_CPU", "kind: KIND_CPU count: 2"))
+    async with serve(tmp_path) as server:
+        statistics = server.model("m").statistics
+        assert (statistics.success.count, statistics.inference_count) == (12, 12)
+        assert statistics.execution_count == 6
+        assert statistics.batch[2].compute_infer.count == 6
+        assert statistics.pending == 0
+
+
+async def test_a_failing_sample_fails_the_load(tmp_path: Path) -> None:
+    """The reason names the sample."""
+    bad = 'inputs { key: "X" value { data_type: TYPE_FP32 dims: 2 input_data_file: "none" } }'
+    write_model(tmp_path, "m", f'model_warmup {{ name: "sam" batch_size: 1 {bad} }}')
+    async with serve(tmp_path) as server:
+        (entry,) = await server.repository_index()
+        assert "sam" in entry.reason
+        with pytest.raises(NpuserveError, match="sam"):
+            await server.load_model("m")
+
+
+@pytest.mark.parametrize("datatype", ["BOOL", "INT8", "UINT64", "FP16", "FP32", "FP64", "BF16"])
+def test_random_data_has_the_right_size_and_values(datatype: str, tmp_path: Path) -> None:
+    """Numbers of every type, as many as the dims say; truth values are 0 or 1."""
+    (tensor,) = sample(f"data_type: TYPE_{datatype} dims: [ 3, 50 ] random_data: true", tmp_path)
+    array = tensor.as_numpy()
+    assert array.shape == (3, 50)
+    assert len(np.unique(array)) > 1
+    if datatype == "BOOL":
+        assert set(bytes(tensor.data)) == {0, 1}
+
+
+def test_text_is_zeroes_and_zero_text_is_empty(tmp_path: Path) -> None:
+    """For TYPE_STRING both kinds of data give empty strings, with the batch dimension in front."""
+    for kind in ("zero_data", "random_data"):
+        (tensor,) = sample(f"data_type: TYPE_STRING dims: 2 {kind}: true", tmp_path, batching=True)
+        assert tensor.as_numpy().tolist() == [[b"", b""]]
+
+
+def test_files_hold_raw_bytes(tmp_path: Path) -> None:
+    """The file's bytes are the tensor; text is length-prefixed in bytes, not in characters."""
+    (tmp_path / "warmup").mkdir()
+    (tmp_path / "warmup" / "f").write_bytes(np.arange(3, dtype=np.float32).tobytes())
+    (tensor,) = sample('data_type: TYPE_FP32 dims: 3 input_data_file: "f"', tmp_path)
+    assert tensor.as_numpy().tolist() == [0, 1, 2]
+    text = "昇腾".encode()
+    (tmp_path / "warmup" / "t").write_bytes(len(text).to_bytes(4, "little") + text)
+    (tensor,) = sample('data_type: TYPE_STRING dims: 1 input_data_file: "t"', tmp_path)
+    assert tensor.as_numpy().tolist() == [text]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ("data_type: TYPE_FP32 dims: -1 zero_data: true", "all variable-size dimensions are spec"),
+        ("data_type: TYPE_FP32 dims: 1", "expects input 'I' to have input_data_type set"),
+        (
+            'data_type: TYPE_FP32 dims: 9 input_data_file: "f"',
+            "warmup setting expects 36 bytes, but the data provided from fonly has 5 bytes",
+        ),
+        ('data_type: TYPE_STRING dims: 1 input_data_file: "f"', "warmup sample 's', f: incomplete"),
+        ('data_type: TYPE_FP32 dims: 9 input_data_file: "no"', "sample 's' from no: No such file"),
+    ],
+)
+def test_samples_that_cannot_be_made(inputs: str, message: str, tmp_path: Path) -> None:
+    """Each error says what is wrong with which sample or input."""
+    (tmp_path / "warmup").mkdir()
+    (tmp_path / "warmup" / "f").write_bytes(b"\2\0\0\0a")
+    arguments: Any = (inputs, tmp_path)
+    with pytest.raises(InvalidArgumentError, match=message):
+        sample(*arguments)
