@@ -14,7 +14,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from prometheus_client import Metric
 
@@ -72,7 +72,11 @@ def parse_npu_smi(table: str) -> list[CardMetrics]:
         elif first is None:
             first = cells
         else:
-            cards.append(_card(len(cards), first, cells, upper, lower))
+            card = _card(len(cards), first, cells, upper, lower)
+            if any(card.uuid == other.uuid for other in cards):
+                # Chips of one card may share its place on the bus.
+                card = replace(card, uuid=f"{card.uuid}-{cells[0].split()[0]}")
+            cards.append(card)
             first = None
     return cards
 
@@ -81,14 +85,13 @@ def _card(
     index: int, first: list[str], second: list[str], upper: list[str], lower: list[str]
 ) -> CardMetrics:
     npu, _, name = first[0].partition(" ")
-    chip, bus = second[0].split()[0], second[1]
+    bus = second[1]
     values = _values(upper, first[2]) | _values(lower, second[2])
     used, total = _memory(values)
     aicore = _number(values.get("AICore(%)"))
     return CardMetrics(
         index=index,
-        # Chips of one card may share its place on the bus.
-        uuid=f"NPU-{bus if ':' in bus else npu}" + (f"-{chip}" if chip != "0" else ""),
+        uuid=f"NPU-{bus if ':' in bus else npu}",
         name=name.strip(),
         healthy=first[1] == "OK",
         utilization=None if aicore is None else aicore / 100,

@@ -1,0 +1,185 @@
+"""The stand-ins of atc, npu-smi and ais_bench, and what child processes see."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from npuserve.testing.simulator import simulate
+from npuserve.testing.simulator.atc import AtcError, compile_model, parse_aipp, parse_gears
+from npuserve.testing.simulator.om_file import decode
+from npuserve.testing.simulator.runtime import Runtime
+from tests.backends.npu_models import SOC, affine, batch_om, compile_om
+
+
+def run(*command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, timeout=15, check=False)
+
+
+# atc.
+
+
+def test_atc_compiles_and_says_so(machine: Runtime, tmp_path: Path) -> None:
+    """The success line, status 0 and the file."""
+    onnx = affine(tmp_path, [2, 3]) / "1" / "model.onnx"
+    result = run(
+        "atc", "--framework=5", f"--model={onnx}", f"--output={tmp_path}/out/m",
+        f"--soc_version={SOC}",
+    )  # fmt: skip
+    assert result.returncode == 0
+    assert "ATC run success, welcome to the next use." in result.stdout
+    description, _ = decode((tmp_path / "out" / "m.om").read_bytes())
+    assert description.kind == "static"
+    assert description.outputs[0].name == "add:0:y"
+
+
+def test_atc_fails_with_a_code(machine: Runtime, tmp_path: Path) -> None:
+    """Status other than 0 and an E code."""
+    result = run("atc", "--framework=5", "--model=absent.onnx", "--output=m", "--soc_version=X")
+    assert result.returncode != 0
+    assert "ATC run failed" in result.stdout
+    assert "E10001" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("flags", "code"),
+    [
+        (["--soc_version=Ascend1"], "E10001"),
+        (["--input_shape=nope:1,3"], "E10016"),
+        (["--input_shape=x:1"], "E10010"),
+        (["--input_shape=x;1,3"], "E10002"),
+        (["--dynamic_batch_size=1,2", "--dynamic_dims=1;2"], "E10009"),
+        (["--dynamic_batch_size=1,2", "--input_shape=x:2,3"], "E10047"),
+        (["--dynamic_batch_size=1", "--input_shape=x:-1,3"], "E10042"),
+        (["--dynamic_dims=1;2", "--input_shape=x:-1,3"], "E10050"),
+        (["--precision_mode_v2=best"], "E10001"),
+        (["--precision_mode_v2=origin", "--precision_mode=force_fp32"], "E10057"),
+        (["--no_such_flag=1"], "E10016"),
+        (["--framework=3"], "E10007"),
+        (["--model="], "E10004"),
+    ],
+)
+def test_atc_refuses(tmp_path: Path, flags: list[str], code: str) -> None:
+    """Contradictions and unknown values, by the code of the real program."""
+    onnx = affine(tmp_path, ["n", 3]) / "1" / "model.onnx"
+    base = [
+        "--framework=5", f"--model={onnx}", f"--output={tmp_path}/m", f"--soc_version={SOC}"
+    ]  # fmt: skip
+    with pytest.raises(AtcError, match=code):
+        compile_model(*base, *flags)
+    assert not (tmp_path / "m.om").exists()
+
+
+def test_atc_refuses_what_is_no_onnx(tmp_path: Path) -> None:
+    """E16002 with the parser's message."""
+    path = tmp_path / "1" / "model.onnx"
+    path.parent.mkdir()
+    path.write_bytes(b"nothing")
+    with pytest.raises(AtcError, match="E16002"):
+        compile_om(tmp_path)
+
+
+def test_gears_are_numbers() -> None:
+    """E10033 names the flag."""
+    assert parse_gears("1,2;3,4", "dynamic_dims") == [[1, 2], [3, 4]]
+    with pytest.raises(AtcError, match="dynamic_dims"):
+        parse_gears("1,x", "dynamic_dims")
+
+
+def test_dynamic_aipp_is_not_simulated() -> None:
+    """Refused rather than ignored."""
+    with pytest.raises(AtcError, match="dynamic"):
+        parse_aipp("aipp_op { aipp_mode: dynamic }")
+
+
+# ais_bench.
+
+
+def test_ais_bench_runs_gears(machine: Runtime, tmp_path: Path) -> None:
+    """`dymbatch` with a gear; a batch that is none fails; unknown modes fail."""
+    from ais_bench.infer.interface import InferSession
+
+    session = InferSession(0, str(batch_om(tmp_path) / "1" / "model.om"))
+    assert [tensor.name for tensor in session.get_inputs()] == ["x"]
+    x = np.ones((2, 3), np.float32)
+    (y,) = session.infer([x], mode="dymbatch")
+    np.testing.assert_array_equal(y, 2 * x + 1)
+    with pytest.raises(RuntimeError, match="145013"):
+        session.infer([np.ones((3, 3), np.float32)], mode="dymbatch")
+    with pytest.raises(RuntimeError, match="wrong infer_mode"):
+        session.infer([x], mode="dynbatch")
+    session.free_resource()
+    InferSession.finalize()
+    assert machine.leaks() == []
+
+
+def test_ais_bench_does_not_check_datatypes(machine: Runtime, tmp_path: Path) -> None:
+    """As the original: bytes of the right number are taken for numbers of the right type."""
+    from ais_bench.infer.interface import InferSession
+
+    om = compile_om(affine(tmp_path, [2, 2])) / "1" / "model.om"
+    session = InferSession(0, str(om))
+    (y,) = session.infer([np.ones(2, np.float64)])
+    assert y.shape == (2, 2)
+    with pytest.raises(RuntimeError, match="not match"):
+        session.infer([np.ones(3, np.float64)])
+    session.free_resource()
+
+
+# Other processes.
+
+
+def test_children_see_the_cards(machine: Runtime) -> None:
+    """`import acl` in a spawned interpreter, through the environment alone."""
+    code = "import acl; acl.init(); print(acl.rt.get_device_count(), acl.get_soc_name())"
+    result = run(sys.executable, "-c", code)
+    assert result.stdout.split() == ["(2,", "0)", "Ascend910B3"], result.stderr
+
+
+def test_a_leaking_child_says_so(tmp_path: Path) -> None:
+    """On stderr and in the report directory, at exit."""
+    code = "import acl; acl.init(); acl.rt.set_device(0); acl.rt.malloc(64, 0)"
+    with simulate(report_dir=str(tmp_path)):
+        result = run(sys.executable, "-c", code)
+    assert "64 bytes of device 0" in result.stderr
+    (report,) = tmp_path.glob("*.txt")
+    assert "set_device without reset_device" in report.read_text()
+
+
+def test_faults_reach_children(tmp_path: Path) -> None:
+    """By the environment: the second malloc of a child."""
+    code = (
+        "import acl; acl.init(); acl.rt.set_device(0);"
+        "print([acl.rt.malloc(64, 0)[1] for _ in range(3)])"
+    )
+    with simulate(faults="acl.rt.malloc:1:207001"):
+        assert "[0, 207001, 0]" in run(sys.executable, "-c", code).stdout
+
+
+def test_the_machine_is_put_back() -> None:
+    """After the block there is no acl and no environment of the simulator."""
+    with simulate():
+        __import__("acl")
+    with pytest.raises(ModuleNotFoundError):
+        __import__("acl")
+
+
+def test_real_time_is_waited_for(tmp_path: Path) -> None:
+    """Without modelled time an execution takes its time."""
+    import time
+
+    from tests.testing.simulator.conftest import Loaded
+
+    path = str(compile_om(affine(tmp_path, [2, 3]), "--simulator_device_ms=20") / "1" / "model.om")
+    with simulate():
+        acl = __import__("acl")
+        acl.init()
+        acl.rt.set_device(0)
+        model = Loaded(acl, path)
+        start = time.monotonic()
+        assert acl.mdl.execute(model.id, model.inputs, model.outputs) == 0
+        assert time.monotonic() - start >= 0.018
