@@ -45,7 +45,7 @@ class HttpConnection(asyncio.BufferedProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """The socket is open."""
-        self.session.connection_made(transport)  # type: ignore[arg-type]
+        self.session.connection_made(transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The socket is closed."""

@@ -34,7 +34,10 @@ _EVENTS = "text/event-stream; charset=utf-8"
 async def generate(service: InferService, request: Request, target: InferTarget) -> Response:
     """The one response of the model as a JSON object."""
     answers = await _submit(service, request, target)
-    await or_disconnect(request, answers.wait_end(), answers.abandon)
+    try:
+        await or_disconnect(request, answers.wait_end(), answers.abandon)
+    finally:
+        answers.abandon()
     if len(answers.pending) != 1:
         return Response(error_body(_NOT_ONE), media_type="application/json")
     body, status = answers.pending[0]
@@ -45,7 +48,11 @@ async def generate_stream(service: InferService, request: Request, target: Infer
     """Every response of the model as a server-sent event, as soon as it comes."""
     answers = await _submit(service, request, target)
     # The first one fixes the status, so nothing is sent before it.
-    await or_disconnect(request, answers.wait_first(), answers.abandon)
+    try:
+        await or_disconnect(request, answers.wait_first(), answers.abandon)
+    except asyncio.CancelledError:
+        answers.abandon()
+        raise
     status = answers.pending[0][1] if answers.pending else 200
     return StreamingResponse(answers.events(), status, media_type=_EVENTS)
 

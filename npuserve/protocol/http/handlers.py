@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING
 
 from starlette.responses import Response
@@ -15,7 +16,6 @@ from npuserve.protocol.http.requests import or_disconnect, read_bytes
 from npuserve.protocol.http.statistics_codec import statistics_document
 
 if TYPE_CHECKING:
-    import asyncio
     from typing import Any
 
     from starlette.requests import Request
@@ -117,7 +117,11 @@ class InferenceHandlers:
             call.cancel()
             respond(None)
 
-        return _to_response(await or_disconnect(request, wait(), abandon))
+        try:
+            return _to_response(await or_disconnect(request, wait(), abandon))
+        except asyncio.CancelledError:  # the server stops
+            call.cancel()
+            raise
 
     async def generate(self, request: Request) -> Response:
         """One JSON reply."""

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     Application: TypeAlias = Callable[..., Any]
 
 _BACKLOG = 2048
+_DRAIN_INTERVAL_SECONDS = 0.01
 
 
 class Listener:
@@ -81,16 +82,27 @@ class Listener:
         return list(self._uvicorn.server_state.connections)
 
     async def stop(self, grace_s: float) -> None:
-        """Accept no more, wait for the replies in progress, then close what is left."""
+        """Accept no more, wait for the replies in progress, then cut off what is left."""
         if self._socket is None:
             return
-        server = self._uvicorn
-        server.config.timeout_graceful_shutdown = max(1, round(grace_s))
-        listening, self._socket = self._socket, None
-        await server.shutdown(sockets=[listening])
+        state = self._uvicorn.server_state
+        for server in self._uvicorn.servers:
+            server.close()
+        self._socket.close()
+        self._socket = None
         for connection in self.connections:
-            connection.transport.abort()
-        await asyncio.gather(*server.server_state.tasks, return_exceptions=True)
+            connection.shutdown()
+        try:
+            async with asyncio.timeout(grace_s):
+                # uvicorn tells nobody of their end.
+                while state.connections or state.tasks:  # noqa: ASYNC110
+                    await asyncio.sleep(_DRAIN_INTERVAL_SECONDS)
+        except TimeoutError:
+            for connection in self.connections:
+                connection.transport.abort()
+            for task in state.tasks:
+                task.cancel()
+        await asyncio.gather(*state.tasks, return_exceptions=True)
 
 
 def _bind(address: str, port: int, reuse_port: bool) -> socket.socket:

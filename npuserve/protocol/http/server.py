@@ -54,7 +54,6 @@ class HttpServer:
             options.http_address,
             options.http_port,
             reuse_port=options.reuse_http_port,
-            limit_concurrency=options.http_limit_connections or None,
             timeout_keep_alive=options.http_keep_alive_secs,
             **_tls_options(options),
             **protocol,

@@ -12,6 +12,7 @@ and the methods overridden below.
 from __future__ import annotations
 
 import re
+import sys
 import urllib.parse
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
@@ -53,6 +54,7 @@ class FrontEnd:
     def __init__(self, infer: InferService, options: ServerOptions) -> None:
         self.infer = infer
         self.max_body_size = options.http_max_body_size
+        self.max_connections = options.http_limit_connections or sys.maxsize
         self.keep_alive_seconds = float(options.http_keep_alive_secs)
         self.read_buffer = memoryview(bytearray(_READ_BYTES))
         self._targets: dict[bytes, InferTarget | None] = {}
@@ -100,6 +102,7 @@ class HttpSession(HttpToolsProtocol):
         # Start of the current phase, or the last byte of a body (loop time).
         self._since = self.loop.time()
         self._current: InferExchange | RequestResponseCycle | None = None
+        self._surplus = False  # one connection more than --http-limit-connections
         self._new_parser()
 
     def _new_parser(self) -> None:
@@ -109,6 +112,11 @@ class HttpSession(HttpToolsProtocol):
     def lease(self, size: int) -> memoryview:
         """A pooled buffer for a large body."""
         return self.front.infer.server.buffer_pool.lease(size)
+
+    def connection_made(self, transport: Any) -> None:
+        """The socket is open."""
+        super().connection_made(transport)
+        self._surplus = len(self.connections) > self.front.max_connections
 
     # ---------------------------------------------------------------- bytes in
 
@@ -190,20 +198,18 @@ class HttpSession(HttpToolsProtocol):
         """Decide who answers the request."""
         if self._phase is _Phase.DISCARD or self.parser.should_upgrade():
             return
+        if self._surplus:
+            self._refuse(503, "too many connections")
+            return
         if self.parser.get_http_version() == "0.9":
-            self.send_400_response("HTTP/0.9 is not supported")
-            self.discard_input()
+            self._refuse(400, "HTTP/0.9 is not supported")
             return
         self._phase = _Phase.BODY
         target = self.front.infer_target(self.url)
-        if target is None or self.parser.get_method() != b"POST" or self._too_many_connections():
+        if target is None or self.parser.get_method() != b"POST":
             self._begin_application_request()
         else:
             self._begin_infer(target)
-
-    def _too_many_connections(self) -> bool:
-        limit = self.limit_concurrency
-        return limit is not None and len(self.connections) >= limit  # uvicorn answers 503
 
     def _begin_application_request(self) -> None:
         """Let uvicorn see the request head that was collected."""
@@ -303,8 +309,13 @@ class HttpSession(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """Refuse bytes that are no HTTP request, and close."""
+        self._refuse(400, msg)
+
+    def _refuse(self, status: int, text: str) -> None:
+        """Reply at once, whatever is in progress, and close."""
+        self.discard_input()
         if not self.transport.is_closing():
-            reply = Reply(400, [error_body(msg)])
+            reply = Reply(status, [error_body(text)])
             self.transport.write(reply.head(keep_alive=False) + b"".join(reply.parts))
             self.transport.close()
 

@@ -49,7 +49,7 @@ async def start(fast_path: bool) -> AsyncIterator[Start]:
 
         async def starter(*models: FakeModel, **settings: Any) -> Running:
             server = FakeServer(*models)
-            options = ServerOptions(http_address="127.0.0.1", http_port=0, **settings)
+            options = ServerOptions(**{"http_address": "127.0.0.1", "http_port": 0, **settings})
             registry = SharedMemoryRegistry(options.allow_client_shm, server.buffer_pool.lease)
             http = HttpServer(server, options, registry, fast_path=fast_path)  # type: ignore[arg-type]
             await http.start()

@@ -146,10 +146,10 @@ class FakeTracer:
     def __init__(self) -> None:
         self.values: dict[str, str | list[str]] = {"trace_level": ["OFF"], "trace_rate": "1000"}
 
-    def settings(self, model_name: str = "") -> dict[str, str | list[str]]:
+    def settings(self, model: str = "") -> dict[str, str | list[str]]:
         return self.values
 
-    def update(self, model_name: str, changes: Mapping[str, list[str] | None]) -> None:
+    def update(self, changes: Mapping[str, list[str] | None], model: str = "") -> None:
         for key, value in changes.items():
             if value is not None:
                 self.values[key] = value if key == "trace_level" else value[0]

@@ -1,0 +1,161 @@
+"""The generate extension."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from npuserve.errors import InternalError, InvalidArgumentError
+from npuserve.protocol.http.sse import decode_generate
+from npuserve.request import InferenceRequest
+from npuserve.response import InferenceResponse
+from npuserve.server.metadata import TensorMetadata
+from npuserve.tensor import Tensor
+from tests.protocol.http.conftest import Start
+from tests.protocol.http.fakes import FakeModel, Held, post
+
+PATH = "/v2/models/echo/generate"
+STREAM = PATH + "_stream"
+
+
+@pytest.mark.parametrize(
+    ("shape", "value", "expected"),
+    [
+        ([1], 5, [1]), ([-1], 5, [1]), ([-1, 4], list(range(8)), [2, 4]),
+        ([-1, -1], [1, 2], [1, 2]), ([2, -1, 2], list(range(12)), [2, 3, 2]), ([-1], [], [0]),
+    ],
+)  # fmt: skip
+def test_the_shape_follows_from_the_number_of_elements(
+    shape: list[int], value: Any, expected: list[int]
+) -> None:
+    """Fixed dimensions first, the innermost variable one takes the rest."""
+    message = decode_generate({"x": value}, [TensorMetadata("x", "INT32", shape)])
+    assert list(message.inputs["x"].shape) == expected
+
+
+@pytest.mark.parametrize(
+    ("document", "text"),
+    [
+        ([], "non-object"),
+        ({"id": 5}, "'id'"),
+        ({"x": [1, 2, 3]}, "can not convert input 'x' to tensor with proper shape"),
+        ({"x": [[1, 2]]}, "can not convert input 'x'"),
+        ({"x": ["a", "b"]}, "non-integer"),
+        ({"parameters": 5}, "Expected JSON object for keyword: 'parameters'"),
+        ({"other": [1]}, "parameter 'other' has invalid type"),
+    ],
+)
+def test_malformed_requests(document: Any, text: str) -> None:
+    """Each mistake has its message."""
+    with pytest.raises(InvalidArgumentError, match=text):
+        decode_generate(document, [TensorMetadata("x", "INT32", [2])])
+
+
+def test_members_that_are_no_input_are_parameters() -> None:
+    """Also those of `parameters`; the id is both."""
+    message = decode_generate({"id": "g", "a": 1, "parameters": {"b": "c"}}, [])
+    assert message.id == "g"
+    assert message.parameters == {"id": "g", "a": 1, "b": "c"}
+
+
+def text_model(answer: Any) -> FakeModel:
+    return FakeModel(inputs={"text": ("BYTES", [1])}, answer=answer)
+
+
+def text_response(text: str) -> InferenceResponse:
+    data = len(text).to_bytes(4, "little") + text.encode()
+    return InferenceResponse([Tensor("text", "BYTES", [1], data)])
+
+
+async def test_generate_gives_one_flat_object(start: Start) -> None:
+    """Members in ASCII order, one element as a scalar."""
+    client = await (
+        await start(text_model(lambda r: r.deliver(text_response("hi"), True)))
+    ).connect()
+    reply = await client.ask(post(PATH, b'{"text":"hello","id":"g"}'))
+    assert reply.status == 200
+    assert list(reply.json().items()) == [
+        ("id", "g"), ("model_name", "echo"), ("model_version", "1"), ("text", "hi"),
+    ]  # fmt: skip
+
+
+async def test_generate_needs_exactly_one_response(start: Start) -> None:
+    """None and two are told to use the stream."""
+
+    def two(request: InferenceRequest) -> None:
+        request.deliver(text_response("a"), final=False)
+        request.deliver(text_response("b"), final=True)
+
+    client = await (await start(text_model(two))).connect()
+    reply = await client.ask(post(PATH, b'{"text":"x"}'))
+    assert reply.status == 200
+    assert "exactly 1 response" in reply.error
+
+
+async def test_responses_stream_as_they_come(start: Start) -> None:
+    """The client sees the first event while the model still works."""
+    held = Held()
+    client = await (await start(text_model(held))).connect()
+    await client.send(post(STREAM, b'{"text":"x"}'))
+    request = await held.requests.get()
+    request.deliver(text_response("one"), final=False)
+    head = await client.reader.readuntil(b"\r\n\r\n")
+    assert b"text/event-stream; charset=utf-8" in head
+    size = int(await client.reader.readuntil(b"\r\n"), 16)
+    first = await client.reader.readexactly(size)
+    assert json.loads(first.removeprefix(b"data: "))["text"] == "one"
+    request.deliver(InferenceResponse.from_error(InternalError("broke")), final=False)
+    request.deliver(None, final=True)
+    rest = await client.reader.readuntil(b"0\r\n\r\n")
+    assert b'data: {"error":"broke"}\n\n' in rest
+
+
+async def test_an_error_first_fixes_the_status(start: Start) -> None:
+    """A failing model is a 400 here, as with Triton."""
+
+    def fail(request: InferenceRequest) -> None:
+        request.deliver(InferenceResponse.from_error(InternalError("broke")), final=True)
+
+    client = await (await start(text_model(fail))).connect()
+    reply = await client.ask(post(STREAM, b'{"text":"x"}'))
+    assert (reply.status, reply.body) == (400, b'data: {"error":"broke"}\n\n')
+
+
+async def test_no_response_is_an_empty_stream(start: Start) -> None:
+    """200 without an event."""
+    client = await (await start(text_model(lambda r: r.deliver(None, True)))).connect()
+    reply = await client.ask(post(STREAM, b'{"text":"x"}'))
+    assert (reply.status, reply.body) == (200, b"")
+
+
+@pytest.mark.parametrize("path", [PATH, STREAM])
+@pytest.mark.parametrize("started", [False, True])
+async def test_a_client_that_leaves_cancels(start: Start, path: str, started: bool) -> None:
+    """Before the first response and after it."""
+    held = Held()
+    running = await start(text_model(held))
+    client = await running.connect()
+    await client.send(post(path, b'{"text":"x"}'))
+    request = await held.requests.get()
+    cancelled = running.server.loop.create_future()
+    request.on_cancel = cancelled.set_result
+    if started:
+        request.deliver(text_response("one"), final=False)
+    await client.close()
+    assert await cancelled is request
+
+
+@pytest.mark.parametrize("path", [PATH, STREAM])
+async def test_mistakes_are_ordinary_errors(start: Start, path: str) -> None:
+    """Nothing streams before the request is accepted."""
+    client = await (await start(text_model(Held()))).connect()
+    for body, status in ((b"", 400), (b"{", 400), (b'{"text":5}', 400)):
+        reply = await client.ask(post(path, body))
+        assert reply.status == status
+        assert reply.headers["content-type"] == "application/json"
+    packed = await client.ask(post(path, b"{}", "Content-Encoding: gzip"))
+    assert "only 'identity' is supported" in packed.error
+    unknown = await client.ask(post(path.replace("echo", "none"), b"{}"))
+    assert unknown.status == 404
