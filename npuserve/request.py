@@ -55,11 +55,13 @@ class InferenceRequest:
         *_ns: monotonic nanoseconds; 0 means not reached. `start_ns`: accepted by the core;
             `queue_ns`: entered a scheduler; `compute_start_ns`: its batch started.
         trace: the request's sampled trace, None for nearly all requests.
+        compute_ns: compute_input, compute_infer and compute_output durations, for the statistics
+            of `parent`; set with the final response.
         parent: the request on whose behalf this one runs (ensemble, BLS).
     """
 
     __slots__ = (
-        "batch_size", "cancelled", "compute_start_ns", "correlation_id", "filler", "finished",
+        "batch_size", "cancelled", "compute_ns", "compute_start_ns", "correlation_id", "filler", "finished",
         "flags", "id", "inputs", "model", "model_name", "model_version", "on_cancel",
         "on_release", "on_reschedule", "on_response", "parameters", "parent", "priority",
         "queue_ns", "requested_outputs", "response_count", "scheduling", "start_ns", "timeout_us", "trace",
@@ -102,6 +104,7 @@ class InferenceRequest:
         self.start_ns = 0
         self.queue_ns = 0
         self.compute_start_ns = 0
+        self.compute_ns = (0, 0, 0)
         self.response_count = 0
         self.cancelled = False
         self.finished = False

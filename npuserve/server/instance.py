@@ -13,7 +13,7 @@ import logging
 import queue
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from typing import TYPE_CHECKING, Any
 
 from npuserve.backends.base import LoopInstance, ModelInstance, PipelinedInstance, Placement
@@ -121,8 +121,10 @@ class Batch:
             if response.outputs:
                 owner.pool.finish_outputs(response)
         index, ready_ns = request.response_count, _now_ns()
+        if final and request.parent is not None:
+            request.compute_ns = self._compute_ns(ready_ns)
         request.deliver(response, final)
-        if self.instance.decoupled:
+        if self.instance.decoupled and not request.filler:
             self._count_response(request, response, index, ready_ns)
         if index == 0 and response is not None and self.instance.statistics.detail is not None:
             first_ns = ready_ns - request.start_ns
@@ -145,22 +147,28 @@ class Batch:
         now = _now_ns()
         if len(self._finished) < len(self.requests):
             self._end_unanswered(error)
-        input_ready = self._input_ready_ns or self.start_ns
-        output_ready = self._output_ready_ns or now
-        self._times = (
-            max(0, input_ready - self.start_ns),
-            max(0, output_ready - input_ready),
-            max(0, now - output_ready),
-        )
+        self._times = self._compute_ns(now)
         self._is_done = True
         self.instance.statistics.execution(self.batch_size, *self._times)
         for request in self.requests:
             if request.trace is not None:
+                input_ready = self._input_ready_ns or self.start_ns
+                output_ready = self._output_ready_ns or now
                 request.trace.executed(request, self.start_ns, input_ready, output_ready, now)
         for request in self._finished:
             self._count(request)
         self._finished = []
         self.instance.finished(self)
+
+    def _compute_ns(self, end_ns: int) -> tuple[int, int, int]:
+        """Durations of compute_input, compute_infer and compute_output, if it ends then."""
+        input_ready = self._input_ready_ns or self.start_ns
+        output_ready = self._output_ready_ns or end_ns
+        return (
+            max(0, input_ready - self.start_ns),
+            max(0, output_ready - input_ready),
+            max(0, end_ns - output_ready),
+        )
 
     def _end_unanswered(self, error: NpuserveError | None) -> None:
         owner = self.instance
@@ -259,6 +267,7 @@ class Instance:
 
     Attributes:
         name, index, placement: see `Placement`.
+        card: number of the NPU card it runs on, -1 for none.
         inflight: batches it holds now.
         thread_id: identity of its thread, 0 for a `LoopInstance`.
     """
@@ -270,6 +279,7 @@ class Instance:
         pool: InstancePool,
     ) -> None:
         self.placement = placement
+        self.card = placement.device_id if placement.kind == "GPU" else -1
         self.name = placement.name
         self.index = placement.index
         self.backend_instance = backend_instance
@@ -314,6 +324,7 @@ class Instance:
 
     def _begin(self, requests: Sequence[InferenceRequest], start_ns: int) -> None:
         self.inflight += 1
+        self.pool.card_load[self.card] += 1
         pending = 0
         for request in requests:
             request.compute_start_ns = start_ns
@@ -327,6 +338,7 @@ class Instance:
     def finished(self, batch: Batch) -> None:
         """Called by a batch at its end: the instance can take another one."""
         self.inflight -= 1
+        self.pool.card_load[self.card] -= 1
         self.pool.released(self)
 
     def post(self, function: Callable[..., None], *args: Any) -> None:
@@ -509,6 +521,8 @@ class InstancePool:
         self.reshape_outputs: Callable[[InferenceResponse], None] | None = None
         # Asked before an instance gets a batch, told afterwards (server/rate_limiter.py).
         self.rate_limiter: Any = None
+        # Batches in flight by card, of all models if they share the counter; CPU is card -1.
+        self.card_load: Counter[int] = Counter()
         self._next = 0
         self._idle: asyncio.Event | None = None
 
@@ -544,7 +558,7 @@ class InstancePool:
         return any(instance.available for instance in self.instances)
 
     def acquire(self) -> Instance | None:
-        """A free instance, the least loaded first and round-robin among equals, or None.
+        """A free instance or None: the least loaded, then on the least loaded card, then in turn.
 
         With a rate limiter the instance has got its resources; it must be `run` at once.
         """
@@ -553,13 +567,15 @@ class InstancePool:
             best = instances[0] if instances[0].is_free else None
         else:
             best = None
+            least = (0, 0)
             count = len(instances)
             for step in range(count):
                 candidate = instances[(self._next + step) % count]
                 if candidate.placement.passive or not candidate.is_free:
                     continue
-                if best is None or candidate.inflight < best.inflight:
-                    best = candidate
+                load = (candidate.inflight, self.card_load[candidate.card])
+                if best is None or load < least:
+                    best, least = candidate, load
             if best is not None:
                 self._next = (best.index + 1) % count
         if best is None or self.rate_limiter is None:

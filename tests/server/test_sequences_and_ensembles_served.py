@@ -296,5 +296,7 @@ async def test_seven_steps_in_three_levels_of_ensembles(tmp_path: Path) -> None:
         assert got == [4 * x + 40 * x for x in range(64)]
         counts = {m.name: m.statistics.execution_count for m in server.models}
         assert counts["outer"] == 64
+        outer_statistics = server.model("outer").statistics
+        assert outer_statistics.compute_infer.ns > server.model("inner").statistics.compute_infer.ns
         assert counts["add"] < 6 * 64, "steps of different requests share executions"
         assert all(m.inflight == m.statistics.pending == 0 for m in server.models)

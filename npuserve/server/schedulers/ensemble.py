@@ -194,8 +194,8 @@ class EnsembleRun:
     """One request on its way through the graph."""
 
     __slots__ = (
-        "_advancing", "_calls", "_held", "_infer_ns", "_leaves", "_outbox", "_partial", "_plan",
-        "_queue_ns", "_ready", "_request", "_scheduler", "_tag", "_tagged",
+        "_advancing", "_calls", "_compute_ns", "_held", "_leaves", "_outbox", "_partial", "_plan",
+        "_ready", "_request", "_scheduler", "_tag", "_tagged",
     )  # fmt: skip
 
     def __init__(self, scheduler: EnsembleScheduler, request: InferenceRequest) -> None:
@@ -217,8 +217,7 @@ class EnsembleRun:
         # By scope: iterations that still need a tensor of an outer one.
         self._partial: dict[int, list[Iteration]] = {}
         self._outbox: deque[InferenceResponse] = deque()
-        self._queue_ns = 0
-        self._infer_ns = 0
+        self._compute_ns = (0, 0, 0)  # summed over the steps
 
     def start(self) -> None:
         """Set the request's inputs and start what can start."""
@@ -374,9 +373,9 @@ class EnsembleRun:
         """A member answered."""
         member = self._calls[call]
         if final:
-            if member.compute_start_ns:
-                self._queue_ns += member.compute_start_ns - member.queue_ns
-                self._infer_ns += self._scheduler.now_ns() - member.compute_start_ns
+            input_ns, infer_ns, output_ns = self._compute_ns
+            more = member.compute_ns
+            self._compute_ns = (input_ns + more[0], infer_ns + more[1], output_ns + more[2])
             self._ended(call)
         if self._request.finished:
             return
@@ -522,11 +521,11 @@ class EnsembleRun:
 
     def _count_success(self) -> None:
         statistics, request = self._scheduler.statistics, self._request
+        compute_ns = request.compute_ns = self._compute_ns
         total_ns = self._scheduler.now_ns() - request.start_ns
-        statistics.execution(request.batch_size or 1, 0, self._infer_ns, 0)
-        statistics.request_success(
-            request.batch_size, total_ns, self._queue_ns, 0, self._infer_ns, 0
-        )
+        queue_ns = max(0, request.compute_start_ns - request.queue_ns)
+        statistics.execution(request.batch_size or 1, *compute_ns)
+        statistics.request_success(request.batch_size, total_ns, queue_ns, *compute_ns)
 
 
 def _override(tag: SequenceTag, parameters: Mapping[str, ParameterValue]) -> SequenceTag:
