@@ -93,6 +93,22 @@ class MessageReader:
         """Whether the data so far ended with a whole message."""
         return self._target is None and not self._held
 
+    def fill(self, chunk: bytes) -> bool:
+        """Put a chunk from the middle of a large message in its place; False if it is not one.
+
+        A short cut of `feed`: a large message comes in hundreds of chunks.
+        """
+        target = self._target
+        if target is None:
+            return False
+        start = self._filled
+        end = start + len(chunk)
+        if end >= len(target):
+            return False
+        target[start:end] = chunk
+        self._filled = end
+        return True
+
     def feed(self, chunk: Buffer) -> list[tuple[bool, Buffer]]:
         """The (compressed, message) pairs that `chunk` completes.
 

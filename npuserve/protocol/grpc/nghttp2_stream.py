@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING
 import ngh2
 
 from npuserve.protocol.grpc import framing
-from npuserve.protocol.grpc.codec import Parts, padding_for_alignment
 from npuserve.protocol.grpc.framing import FramingError, GrpcStatus, MessageReader
+from npuserve.protocol.grpc.raw_contents import padding_for_alignment
 from npuserve.protocol.grpc.transport import Method, StreamReceiver, text_metadata
 
 if TYPE_CHECKING:
     import asyncio
 
+    from npuserve.protocol.grpc.codec import Parts
     from npuserve.protocol.grpc.nghttp2_connection import Connection
     from npuserve.tensor import Buffer
 
@@ -165,26 +166,15 @@ class Stream:
 
     def data_received(self, data: bytes, end_stream: bool) -> None:
         """A DATA frame, or part of one."""
+        self.remote_closed = end_stream
         reader = self._reader
-        if reader is None and len(data) >= framing.PREFIX_BYTES:
-            flag, size = _PREFIX.unpack_from(data)
-            if not flag and len(data) == size + framing.PREFIX_BYTES:
-                # The usual case: a whole message that needs no reader.
-                self._acknowledge(len(data))
-                self.remote_closed = end_stream
-                if size > self._connection.max_message_bytes:
-                    self._refuse_size(size)
-                elif self._reading:
-                    self._message(memoryview(data)[framing.PREFIX_BYTES :])
-                else:
-                    self._inbox.append(memoryview(data)[framing.PREFIX_BYTES :])
-                if end_stream:
-                    self._half_closed()
-                return
-        self._read(data)
+        if reader is None:
+            if not self._whole_message(data):
+                self._read(data)
+        elif not reader.fill(data):
+            self._read(data)
         self._acknowledge(len(data))
         if end_stream:
-            self.remote_closed = True
             self._half_closed()
 
     def trailers_received(self) -> None:
@@ -214,7 +204,20 @@ class Stream:
 
     # ---------------------------------------------------------------- inside
 
+    def _whole_message(self, data: bytes) -> bool:
+        """The usual case of a small message in one frame, which needs no reader."""
+        if len(data) < framing.PREFIX_BYTES:
+            return False
+        compressed, size = _PREFIX.unpack_from(data)
+        whole = len(data) == size + framing.PREFIX_BYTES
+        if compressed or not whole or size > self._connection.max_message_bytes:
+            return False
+        self._take(memoryview(data)[framing.PREFIX_BYTES :])
+        return True
+
     def _read(self, data: bytes) -> None:
+        if self.done:
+            return
         reader = self._reader
         connection = self._connection
         if reader is None:
@@ -226,12 +229,15 @@ class Stream:
                 if compressed:
                     encoding = self._headers.get(b"grpc-encoding", b"identity").decode("latin-1")
                     message = framing.decompress(message, encoding, connection.max_message_bytes)
-                if self._reading:
-                    self._message(message)
-                else:
-                    self._inbox.append(message)
+                self._take(message)
         except FramingError as error:
             self._give_up(error.status, str(error))
+
+    def _take(self, message: Buffer) -> None:
+        if self._reading:
+            self._message(message)
+        else:
+            self._inbox.append(message)
 
     def _message(self, message: Buffer) -> None:
         if self.done:
@@ -262,13 +268,6 @@ class Stream:
             self._connection.acknowledge(amount, self.id)
         else:
             self._unacknowledged += amount
-
-    def _refuse_size(self, size: int) -> None:
-        limit = self._connection.max_message_bytes
-        self._give_up(
-            GrpcStatus.RESOURCE_EXHAUSTED,
-            f"Received message larger than max ({size} vs. {limit})",
-        )
 
     def _give_up(self, status: GrpcStatus, details: str) -> None:
         """End the call from this side and tell who works on it."""

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from npuserve._proto import grpc_service_pb2 as pb
 from npuserve.errors import InternalError, NpuserveError
 from npuserve.protocol.grpc import codec
+from npuserve.protocol.grpc.parameters import EMPTY_FINAL_RESPONSE, FINAL_RESPONSE
 from npuserve.protocol.status import grpc_status
 
 if TYPE_CHECKING:
@@ -57,10 +58,7 @@ class Exchange:
     def wants_empty_final(self) -> bool:
         """Whether the client asked for a message even if the last response has no outputs."""
         parameters = self.message.parameters
-        return (
-            codec.EMPTY_FINAL_RESPONSE in parameters
-            and parameters[codec.EMPTY_FINAL_RESPONSE].bool_param
-        )
+        return EMPTY_FINAL_RESPONSE in parameters and parameters[EMPTY_FINAL_RESPONSE].bool_param
 
 
 class InferStream:
@@ -187,7 +185,7 @@ class InferStream:
             model_version=exchange.message.model_version,
             id=exchange.message.id,
         )
-        message.parameters[codec.FINAL_RESPONSE].bool_param = final
+        message.parameters[FINAL_RESPONSE].bool_param = final
         return message
 
     def _reply(self, exchange: Exchange, reply: Parts | None, final: bool) -> None:

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from npuserve._proto import grpc_service_pb2 as pb
 from npuserve.buffer_pool import LARGE_TENSOR_BYTES
 from npuserve.errors import InvalidArgumentError
-from npuserve.protocol.grpc import codec
+from npuserve.protocol.grpc import codec, raw_contents
+from npuserve.protocol.grpc.parameters import SharedMemoryReference, set_parameter
 from npuserve.request import SEQUENCE_END, SEQUENCE_START, InferenceRequest
 from npuserve.response import InferenceResponse, ParameterValue
 from npuserve.tensor import Buffer, Tensor, serialize_bytes
@@ -90,7 +91,7 @@ def _no_data() -> pb.ModelInferRequest:
 def _region(**parameters: Any) -> pb.ModelInferRequest:
     message = _no_data()
     for key, value in parameters.items():
-        codec.set_parameter(message.inputs[0].parameters[f"shared_memory_{key}"], value)
+        set_parameter(message.inputs[0].parameters[f"shared_memory_{key}"], value)
     return message
 
 
@@ -167,7 +168,7 @@ def test_reserved_parameters() -> None:
         "timeout": 700, "triton_enable_empty_final_response": True, "mine": "x",
     }  # fmt: skip
     for key, value in parameters.items():
-        codec.set_parameter(message.parameters[key], value)
+        set_parameter(message.parameters[key], value)
     request = decode(message)
     assert request.id == "7"
     assert request.requested_outputs == ("A", "B")
@@ -220,7 +221,7 @@ def test_padding_aligns_the_first_large_tensor() -> None:
     """With the padding in front, the large tensor starts at a multiple of 64 bytes."""
     message = pb.ModelInferRequest(model_name="name", raw_input_contents=[b"small", LARGE])
     data = message.SerializeToString()
-    padding = codec.padding_for_alignment(memoryview(data[:200]))
+    padding = raw_contents.padding_for_alignment(memoryview(data[:200]))
     _, raw = codec.parse_infer_request(data)
     assert (padding + data.index(LARGE)) % 64 == 0
     assert bytes(raw[1]) == LARGE
@@ -229,14 +230,14 @@ def test_padding_aligns_the_first_large_tensor() -> None:
 @given(st.binary(max_size=200))
 def test_padding_takes_any_bytes(data: bytes) -> None:
     """The beginning of any message gives a small number and never an error."""
-    assert 0 <= codec.padding_for_alignment(memoryview(data)) < 64
+    assert 0 <= raw_contents.padding_for_alignment(memoryview(data)) < 64
 
 
 @given(st.binary(max_size=300), st.booleans())
 def test_random_bytes_are_refused_or_read(data: bytes, large: bool) -> None:
     """Bytes from anywhere give a request or InvalidArgumentError, on both ways to parse."""
     if large:
-        data += b"\x3a" + codec._varint(len(LARGE)) + LARGE
+        data += b"\x3a" + raw_contents.varint(len(LARGE)) + LARGE
     try:
         parsed, raw = codec.parse_infer_request(data)
         codec.to_inference_request(parsed, raw, lambda *_: None, -1, _no_region)
@@ -344,11 +345,11 @@ def test_output_options() -> None:
     output = message.outputs.add(name="B")
     output.parameters["classification"].int64_param = 3
     memory = message.outputs.add(name="C")
-    codec.set_parameter(memory.parameters["shared_memory_region"], "r")
-    codec.set_parameter(memory.parameters["shared_memory_byte_size"], 64)
+    set_parameter(memory.parameters["shared_memory_region"], "r")
+    set_parameter(memory.parameters["shared_memory_byte_size"], 64)
     assert codec.output_options(message) == {
         "B": codec.OutputOption(3, None),
-        "C": codec.OutputOption(0, codec.SharedMemoryReference("r", 0, 64)),
+        "C": codec.OutputOption(0, SharedMemoryReference("r", 0, 64)),
     }
     output.parameters["classification"].int64_param = 0
     with pytest.raises(InvalidArgumentError, match="invalid value for 'classification'"):
