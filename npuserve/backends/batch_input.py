@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from npuserve._proto.model_config_pb2 import BatchInput
 from npuserve.errors import InternalError
-from npuserve.model_config import datatype_name
+from npuserve.model_config import datatype_name, enum_name
 from npuserve.tensor import NUMPY_DTYPE, Tensor, element_count
 
 if TYPE_CHECKING:
@@ -54,13 +53,13 @@ def _item_shapes_flat(shapes: Shapes) -> NDArray[np.int64]:
 
 
 # What a batch input holds, given the shapes of its source input in all requests, `[batch, *dims]`.
-_KINDS: dict[int, Callable[[Shapes], NDArray[np.int64]]] = {
-    BatchInput.BATCH_ELEMENT_COUNT: _element_counts,
-    BatchInput.BATCH_ACCUMULATED_ELEMENT_COUNT: _accumulated,
-    BatchInput.BATCH_ACCUMULATED_ELEMENT_COUNT_WITH_ZERO: _accumulated_with_zero,
-    BatchInput.BATCH_MAX_ELEMENT_COUNT_AS_SHAPE: _max_count_as_shape,
-    BatchInput.BATCH_ITEM_SHAPE: _item_shapes,
-    BatchInput.BATCH_ITEM_SHAPE_FLATTEN: _item_shapes_flat,
+_KINDS: dict[str, Callable[[Shapes], NDArray[np.int64]]] = {
+    "BATCH_ELEMENT_COUNT": _element_counts,
+    "BATCH_ACCUMULATED_ELEMENT_COUNT": _accumulated,
+    "BATCH_ACCUMULATED_ELEMENT_COUNT_WITH_ZERO": _accumulated_with_zero,
+    "BATCH_MAX_ELEMENT_COUNT_AS_SHAPE": _max_count_as_shape,
+    "BATCH_ITEM_SHAPE": _item_shapes,
+    "BATCH_ITEM_SHAPE_FLATTEN": _item_shapes_flat,
 }
 
 
@@ -77,7 +76,7 @@ class BatchTensors:
             (
                 tuple(entry.target_name),
                 entry.source_input[0],
-                _KINDS[entry.kind],
+                _KINDS[enum_name(entry, "kind")],
                 NUMPY_DTYPE[datatype_name(entry.data_type)],
             )
             for entry in config.batch_input

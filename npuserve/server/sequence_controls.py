@@ -11,22 +11,22 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from npuserve._proto.model_config_pb2 import ModelSequenceBatching
 from npuserve.errors import InvalidArgumentError
-from npuserve.model_config import ModelConfig, datatype_name
+from npuserve.model_config import datatype_name, enum_name
 from npuserve.request import SEQUENCE_END, SEQUENCE_START
 from npuserve.tensor import ITEM_SIZE, Tensor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-_Control = ModelSequenceBatching.Control
+    from npuserve._proto.model_config_pb2 import ModelSequenceBatching
+    from npuserve.model_config import ModelConfig
 
 _READY = 4  # beside SEQUENCE_START and SEQUENCE_END in the index of prepared tensors
 _BIT = {
-    _Control.CONTROL_SEQUENCE_START: SEQUENCE_START,
-    _Control.CONTROL_SEQUENCE_END: SEQUENCE_END,
-    _Control.CONTROL_SEQUENCE_READY: _READY,
+    "CONTROL_SEQUENCE_START": SEQUENCE_START,
+    "CONTROL_SEQUENCE_END": SEQUENCE_END,
+    "CONTROL_SEQUENCE_READY": _READY,
 }
 
 
@@ -47,7 +47,7 @@ class SequenceControls:
         self._flag_tensors: list[dict[str, Tensor]] = [{} for _ in range(8)]
         for entry in config.sequence_batching.control_input:
             for control in entry.control:
-                if control.kind == _Control.CONTROL_SEQUENCE_CORRID:
+                if enum_name(control, "kind") == "CONTROL_SEQUENCE_CORRID":
                     datatype = datatype_name(control.data_type)
                     self._correlation_id = _CorrelationIdInput(entry.name, datatype)
                 else:
@@ -64,7 +64,7 @@ class SequenceControls:
             Tensor.from_numpy(name, pair[index : index + 1].copy().reshape(self._shape))
             for index in (0, 1)
         )
-        bit = _BIT[control.kind]
+        bit = _BIT[enum_name(control, "kind")]
         for index, tensors in enumerate(self._flag_tensors):
             tensors[name] = true if index & bit else false
 
