@@ -68,6 +68,7 @@ class InferenceServer:
         self.log_settings = LogSettings.from_options(options)
         self.cache = create_cache(options)
         self.rate_limiter = RateLimiter.from_options(options)
+        self.card_load: Counter[int] = Counter()  # batches in flight by NPU card, over all models
         self.custom_metrics = CustomMetrics()
         self.metrics = ServerMetrics(self)
         self.tracer = Tracer(options)

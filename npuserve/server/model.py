@@ -112,6 +112,7 @@ class Model:
         """
         begin = _now_ns()
         self._tracer = services.tracer
+        self.pool.card_load = services.card_load
         try:
             if self.backend is not None:
                 self._labels = await asyncio.to_thread(self._read_labels)

@@ -9,6 +9,7 @@ every request before they queue it.
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -178,17 +179,21 @@ def create_cache(
         )
     ((kind, settings),) = options.cache_config.items()
     if kind == "local":
-        return LocalStore(_positive(settings, "size"))
+        return LocalStore(_checked_size(settings.get("size", "")))
     if kind == "redis":
         return _connect_redis(settings, call_soon_threadsafe)
     raise InvalidArgumentError(f"unknown cache '{kind}' in --cache-config; known: local, redis")
 
 
-def _positive(settings: Mapping[str, str], key: str) -> int:
-    text = settings.get(key, "")
+def _checked_size(text: str) -> int:
     if not text.isdigit() or not int(text):
         raise InvalidArgumentError(
-            f"--cache-config=local,{key}=<bytes> must be a positive number, got '{text}'"
+            f"--cache-config=local,size=<bytes> must be a positive number, got '{text}'"
+        )
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if int(text) > memory:
+        raise InvalidArgumentError(
+            f"--cache-config=local,size={text} is more than the {memory} bytes of this machine"
         )
     return int(text)
 

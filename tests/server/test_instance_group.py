@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections import Counter
+
 import pytest
 from google.protobuf import text_format
 
+from npuserve.backends.base import ExecutionBatch, LoopInstance
 from npuserve.errors import InvalidArgumentError
 from npuserve.model_config import ModelConfig
+from npuserve.server.instance import InstancePool
 from npuserve.server.instance_group import fill_instance_groups, placements
+from npuserve.server.statistics import ModelStatistics
 
 
 def place(text: str, cards: tuple[int, ...] = ()) -> list[tuple[str, str, int, str]]:
@@ -92,3 +98,39 @@ def test_secondary_devices_are_ignored_with_a_warning(caplog: pytest.LogCaptureF
     text = "instance_group { kind: KIND_CPU secondary_devices { kind: KIND_NVDLA device_id: 0 } }"
     assert place(text) == [("plain_0_0", "CPU", 0, "cpu")]
     assert "secondary_devices are ignored" in caplog.text
+
+
+class _Holding(LoopInstance):
+    """Keeps its batches until it is told."""
+
+    def __init__(self) -> None:
+        self.batches: list[ExecutionBatch] = []
+
+    def start(self, batch: ExecutionBatch) -> None:
+        self.batches.append(batch)
+
+
+async def test_the_least_loaded_card_is_first_over_all_models() -> None:
+    """A free instance on an idle card goes before one on a card that another model keeps busy."""
+    config = ModelConfig()
+    text_format.Parse('name: "m" instance_group { count: 2 kind: KIND_GPU }', config)
+    fill_instance_groups(config, [0, 1])
+    load: Counter[int] = Counter()
+    pools = []
+    for _ in range(2):
+        pool = InstancePool("m", 1, asyncio.get_running_loop(), ModelStatistics(), False)
+        pool.card_load = load
+        for placement in placements(config):
+            pool.add(placement, _Holding())
+        pools.append(pool)
+    cards = []
+    for pool in (pools[0], pools[0], pools[0], pools[1], pools[1]):
+        instance = pool.acquire()
+        assert instance is not None
+        instance.run([], 1)
+        cards.append(instance.card)
+    assert cards == [0, 1, 0, 1, 0]
+    first = pools[0].instances[0]
+    assert isinstance(first.backend_instance, _Holding)
+    first.backend_instance.batches[0].done()
+    assert load == {0: 2, 1: 2}
