@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_PROGRESS_PERIOD_S = 5.0
+
 
 class ModelState(StrEnum):
     """States of the repository index."""
@@ -127,9 +129,13 @@ class Lifecycle:
         wanted = sorted(set(scan.models) | set(scan.problems)) if names is None else list(names)
         configs = await self._configs(scan, wanted)
         operation = _Operation(self, scan, configs)
-        results = await asyncio.gather(
-            *(operation.load(name) for name in wanted), return_exceptions=True
-        )
+        progress = self._server.spawn(self._report_progress(), name="start-up progress")
+        try:
+            results = await asyncio.gather(
+                *(operation.load(name) for name in wanted), return_exceptions=True
+            )
+        finally:
+            progress.cancel()
         for name, result in zip(wanted, results, strict=True):
             if isinstance(result, NpuserveError):
                 self.failed_startup.append(name)
@@ -137,6 +143,23 @@ class Lifecycle:
                 raise result
             self._entry(name).explicit = True
         self.starting = False
+
+    async def _report_progress(self) -> None:
+        """Say what the start-up waits for, so that nobody takes a slow model for a hang."""
+        begin = self._server.loop.time()
+        while True:
+            await asyncio.sleep(_PROGRESS_PERIOD_S)
+            loading = [
+                f"{name}:{version}"
+                for name, entry in self.entries.items()
+                for version, status in entry.versions.items()
+                if status.state is ModelState.LOADING
+            ]
+            logger.info(
+                "still loading after %d s: %s",
+                self._server.loop.time() - begin,
+                ", ".join(sorted(loading)),
+            )
 
     async def poll(self, period_s: float) -> None:
         """Follow the repositories until cancelled (model control mode `poll`)."""
@@ -273,6 +296,7 @@ class Lifecycle:
         self, entry: ModelEntry, directory: ModelDirectory, config: ModelConfig, version: int
     ) -> Model | NpuserveError:
         failure: NpuserveError
+        logger.info("loading: %s:%d", entry.name, version)
         try:
             return await self._factory.make(directory, config, version, entry.namespace)
         except NpuserveError as error:
