@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 import tritonclient.grpc
@@ -71,13 +73,22 @@ async def echo(
     """The client's result object for one request; models are named after their datatype."""
     module = tritonclient.http if kind.startswith("http") else tritonclient.grpc
     url = server.http_url if kind.startswith("http") else server.grpc_url
-    tensor = module.InferInput("IN", list(array.shape), datatype or model)
+    datatype = datatype or model
+    if datatype == "BF16" and takes_ml_dtypes():
+        array = array.astype(ml_dtypes.bfloat16)
+    tensor = module.InferInput("IN", list(array.shape), datatype)
     tensor.set_data_from_numpy(array)
     if kind.endswith(".aio"):
         async with module.aio.InferenceServerClient(url) as client:
             return await client.infer(model, [tensor], **options)
     with module.InferenceServerClient(url) as client:
         return client.infer(model, [tensor], **options)
+
+
+def takes_ml_dtypes() -> bool:
+    """Whether this tritonclient wants BF16 as bfloat16 (since r26.06), not as float32."""
+    major, minor = version("tritonclient").split(".")[:2]
+    return (int(major), int(minor)) >= (2, 70)
 
 
 @pytest.mark.parametrize("kind", CLIENTS)
