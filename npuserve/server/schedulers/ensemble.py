@@ -25,6 +25,7 @@ from npuserve.errors import (
 from npuserve.request import SEQUENCE_END, SEQUENCE_START, InferenceRequest
 from npuserve.response import InferenceResponse, ParameterValue
 from npuserve.server.ensemble_graph import ROOT, EnsembleGraph, Plan, Step
+from npuserve.server.response_cache import ModelCache
 from npuserve.server.statistics import FailureReason
 from npuserve.server.validation import request_prefix
 
@@ -64,6 +65,7 @@ class EnsembleScheduler:
         steps = context.config.ensemble_scheduling.step
         limit = context.config.ensemble_scheduling.max_inflight_requests
         self.gates = {index: Gate(limit) for index in range(len(steps))} if limit else {}
+        self._cache = ModelCache.for_model(context, self._start)
         self._stopping = False
         # Classification of an output takes the labels of the member that makes it.
         self.labels: dict[str, list[str]] = {
@@ -83,6 +85,13 @@ class EnsembleScheduler:
                 f"{request_prefix(request.id)}Server is stopping, scheduler for model has "
                 "stopped accepting new inference requests"
             )
+        # A stored response carries the sequence parameters of the request that made it.
+        if self._cache is not None and not request.correlation_id:
+            self._cache.admit(request)
+        else:
+            self._start(request)
+
+    def _start(self, request: InferenceRequest) -> None:
         self.statistics.pending -= 1
         request.compute_start_ns = self.now_ns()
         EnsembleRun(self, request).start()

@@ -19,6 +19,7 @@ from npuserve.errors import InternalError, NotFoundError, NpuserveError, StatusC
 from npuserve.model_config import ModelConfig
 from npuserve.request import SEQUENCE_END, SEQUENCE_START, InferenceRequest
 from npuserve.response import InferenceResponse
+from npuserve.server.response_cache import LocalStore
 from npuserve.server.schedulers.base import SchedulerContext
 from npuserve.server.schedulers.ensemble import EnsembleScheduler
 from npuserve.server.statistics import ModelStatistics
@@ -137,7 +138,7 @@ class Members:
 class Ensemble:
     """An ensemble scheduler with everything around it faked."""
 
-    def __init__(self, text: str, *members: ModelConfig) -> None:
+    def __init__(self, text: str, *members: ModelConfig, cache: Any = None) -> None:
         self.members = Members(*members)
         self.statistics = ModelStatistics()
         self.clock = FakeClock()
@@ -152,6 +153,7 @@ class Ensemble:
                 clock=self.clock,
                 submit=self.members.submit,
                 lookup=self.members.lookup,
+                cache=cache,
             )
         )
 
@@ -396,6 +398,20 @@ def test_statistics_count_the_ensemble_once() -> None:
     statistics = ensemble.statistics
     assert (statistics.execution_count, statistics.inference_count) == (3, 3)
     assert (statistics.success.count, statistics.pending) == (3, 0)
+
+
+def test_an_ensemble_can_answer_from_the_response_cache() -> None:
+    """The steps do not run again, except for a request of a sequence."""
+    ensemble = Ensemble(CHAIN, *CHAIN_MEMBERS, cache=LocalStore(10_000))
+    ensemble.members.at_once["one"] = lambda given: {"Y": given["X"] + 1}
+    answers = [ensemble.infer({"A": 1}, ("MID",), id=name)[1] for name in ("a", "b")]
+    assert [each.outputs for each in answers] == [[{"MID": 2}]] * 2
+    assert len(ensemble.members.seen) == 1
+    statistics = ensemble.statistics
+    assert (statistics.cache_hit.count, statistics.cache_miss.count) == (1, 1)
+    assert (statistics.success.count, statistics.execution_count, statistics.pending) == (2, 1, 0)
+    ensemble.infer({"A": 1}, ("MID",), correlation_id=3)
+    assert len(ensemble.members.seen) == 2
 
 
 OPTIONAL = (
