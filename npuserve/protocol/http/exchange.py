@@ -37,13 +37,15 @@ class InferExchange:
     """
 
     __slots__ = (
-        "_body", "_call", "_current", "_headers", "_part_bytes", "_parts", "_received", "_refusal",
-        "_session", "_target", "keep_alive", "response_complete", "unfilled",
+        "_begin_ns", "_body", "_call", "_current", "_headers", "_part_bytes", "_parts",
+        "_received", "_refusal", "_session", "_target", "keep_alive", "response_complete",
+        "unfilled",
     )  # fmt: skip
 
     def __init__(
         self, session: HttpSession, target: InferTarget, headers: InferHeaders, keep_alive: bool
     ) -> None:
+        self._begin_ns = session.front.infer.trace_ns()
         self._session = session
         self._target = target
         self._headers = headers
@@ -136,8 +138,10 @@ class InferExchange:
         if self._refusal is not None:
             self._respond(Reply.from_error(self._refusal))
         elif not self.response_complete:
-            front = self._session.front
-            self._call = InferCall(front.infer, self._target, self._headers, self._respond)
+            service = self._session.front.infer
+            self._call = InferCall(
+                service, self._target, self._headers, self._respond, self._begin_ns
+            )
             self._call.start(self._take_body())
 
     def _respond(self, reply: Reply) -> None:

@@ -99,6 +99,7 @@ class InferenceHandlers:
 
     async def infer(self, request: Request) -> Response:
         """What `session.py` does without ASGI, for everything that comes another way."""
+        begin_ns = self._service.trace_ns()
         body = await read_bytes(request, self._max_body_size, "--http-max-body-size")
         answer: asyncio.Future[Reply | None] = self._server.loop.create_future()
 
@@ -107,7 +108,7 @@ class InferenceHandlers:
                 answer.set_result(reply)
 
         headers = InferHeaders(request.headers.raw)
-        call = InferCall(self._service, target_of(request), headers, respond)
+        call = InferCall(self._service, target_of(request), headers, respond, begin_ns)
         call.start(body)
 
         async def wait() -> Reply | None:

@@ -8,6 +8,7 @@ but no connection; the core knows neither.
 from __future__ import annotations
 
 import logging
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -24,6 +25,7 @@ from npuserve.protocol.http.json_text import parse_json
 from npuserve.protocol.http.large_json import parse_large_json
 from npuserve.protocol.http.reply import BINARY, JSON, Reply, error_body
 from npuserve.request import InferenceRequest
+from npuserve.server.trace import Trace, TraceContext
 
 if TYPE_CHECKING:
     from asyncio import Future
@@ -104,6 +106,10 @@ class InferService:
         self.forwarding = HeaderForwarding(options.http_header_forward_pattern)
         self.executor = ThreadPoolExecutor(max_workers=2, thread_name_prefix="http-codec")
 
+    def trace_ns(self) -> int:
+        """Now, if anything is traced; else 0, as nobody will look at it."""
+        return time.monotonic_ns() if self.server.tracer.active else 0
+
     def close(self) -> None:
         """Stop the threads; nothing may be in flight."""
         self.executor.shutdown(wait=False, cancel_futures=True)
@@ -114,11 +120,12 @@ class InferCall:
 
     Args:
         respond: called once with the reply, on the loop's thread, unless `cancel` came first.
+        begin_ns: `trace_ns` when the request's head was complete.
     """
 
     __slots__ = (
-        "_cancelled", "_headers", "_message", "_model", "_request", "_respond", "_response",
-        "_service", "_slices", "_target",
+        "_begin_ns", "_cancelled", "_headers", "_message", "_model", "_request", "_respond",
+        "_response", "_service", "_slices", "_target",
     )  # fmt: skip
 
     def __init__(
@@ -127,7 +134,9 @@ class InferCall:
         target: InferTarget,
         headers: InferHeaders,
         respond: Callable[[Reply], None],
+        begin_ns: int = 0,
     ) -> None:
+        self._begin_ns = begin_ns
         self._service = service
         self._target = target
         self._headers = headers
@@ -249,7 +258,19 @@ class InferCall:
             priority=message.priority,
             timeout_us=message.timeout_us,
         )
-        self._service.server.infer(self._request)
+        if self._begin_ns:
+            self._infer_traced(self._request)
+        else:
+            self._service.server.infer(self._request)
+
+    def _infer_traced(self, request: InferenceRequest) -> None:
+        end_ns = self._service.trace_ns()
+        request.trace = _client_trace(self._headers.fields)
+        self._service.server.infer(request)
+        trace = request.trace
+        if isinstance(trace, Trace):
+            trace.mark("HTTP_RECV_START", self._begin_ns)
+            trace.mark("HTTP_RECV_END", end_ns)
 
     # ----------------------------------------------------------------- way out
 
@@ -298,7 +319,7 @@ class InferCall:
         encoding = choose_encoding(accept.decode("latin-1")) if accept else ""
         reply = Reply(200, parts, content_type, headers)
         if not encoding:
-            self._respond(reply)
+            self._send(reply)
             return
         headers.append((b"Content-Encoding", encoding.encode()))
         if sum(map(len, parts)) < LARGE_DATA_BYTES:
@@ -310,7 +331,16 @@ class InferCall:
 
     def _send_packed(self, reply: Reply, packed: Sequence[Buffer]) -> None:
         reply.parts = packed
-        self._respond(reply)
+        self._send(reply)
+
+    def _send(self, reply: Reply) -> None:
+        trace = self._request.trace if self._request is not None else None
+        if trace is None:
+            self._respond(reply)
+        else:
+            trace.mark("HTTP_SEND_START")
+            self._respond(reply)
+            trace.mark("HTTP_SEND_END")
 
     # ------------------------------------------------------------------ errors
 
@@ -350,3 +380,10 @@ class InferCall:
         service = self._service
         future = service.server.loop.run_in_executor(service.executor, function, *arguments)
         future.add_done_callback(done)
+
+
+def _client_trace(fields: Sequence[tuple[bytes, bytes]]) -> TraceContext | None:
+    """The W3C trace context of the headers."""
+    values = {name.lower(): value.decode("latin-1") for name, value in fields}
+    parent = values.get(b"traceparent")
+    return TraceContext(parent, values.get(b"tracestate", "")) if parent else None

@@ -141,7 +141,9 @@ class FakeServer:
 
 
 class FakeTracer:
-    """Settings of one trace for all models."""
+    """Settings of one trace for all models; nothing is traced."""
+
+    active = False
 
     def __init__(self) -> None:
         self.values: dict[str, str | list[str]] = {"trace_level": ["OFF"], "trace_rate": "1000"}
