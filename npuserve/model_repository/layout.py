@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -41,12 +41,15 @@ class ModelDirectory:
         path: the folder; for a model in a cloud, of the local copy that `fetch` makes.
         versions: version numbers present, ascending.
         repository: the repository as the command line names it.
+        siblings: with namespaces, identifiers of the models of the same repository whose bare
+            names are ambiguous, by bare name.
     """
 
     name: str
     path: Path
     versions: tuple[int, ...]
     repository: str
+    siblings: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def from_path(cls, name: str, path: Path, repository: str = "") -> ModelDirectory:
@@ -68,12 +71,15 @@ class Scan:
     """Result of one look at all repositories.
 
     Attributes:
-        models: by name; servable as far as the file system can tell.
+        models: by identifier, which is the name, or `<repository>::<name>` if namespaces are on
+            and the name alone is ambiguous; servable as far as the file system can tell.
         problems: name to reason, for models that are there and cannot be served.
+        ambiguous: name to identifiers, for names that several repositories have.
     """
 
     models: dict[str, ModelDirectory]
     problems: dict[str, str] = field(default_factory=dict)
+    ambiguous: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 # Modification time (ns, or what a cloud has for it) and size in bytes.
@@ -93,28 +99,53 @@ class Fingerprint:
     files: Mapping[str, FileState]
 
 
-def scan_repositories(repositories: Sequence[str]) -> Scan:
+def scan_repositories(repositories: Sequence[str], namespaces: bool = False) -> Scan:
     """List the models of several repositories.
+
+    Args:
+        repositories: paths and cloud URLs; a repeated one counts once.
+        namespaces: serve models of one name in several repositories (`--model-namespacing`).
 
     Raises:
         InternalError: a repository does not exist.
         InvalidArgumentError: a repository is no folder.
     """
-    models: dict[str, ModelDirectory] = {}
-    problems: dict[str, str] = {}
+    by_name: dict[str, list[ModelDirectory]] = {}
     for repository in dict.fromkeys(repositories):
         models_in = _models_in_cloud if scheme_of(repository) else _models_in
         for directory in models_in(repository):
-            if directory.name in models or directory.name in problems:
-                models.pop(directory.name, None)
-                problems[directory.name] = DUPLICATE
-                _warn_once(
-                    f"failed to poll model '{directory.name}': not unique across all model "
-                    "repositories"
-                )
-            else:
-                models[directory.name] = directory
-    return Scan(models, problems)
+            by_name.setdefault(directory.name, []).append(directory)
+    unique = {name: found[0] for name, found in by_name.items() if len(found) == 1}
+    several = {name: found for name, found in by_name.items() if len(found) > 1}
+    if namespaces and several:
+        return _with_namespaces(unique, several)
+    for name in several:
+        _warn_once(f"failed to poll model '{name}': not unique across all model repositories")
+    return Scan(unique, dict.fromkeys(several, DUPLICATE))
+
+
+def _with_namespaces(
+    unique: dict[str, ModelDirectory], several: dict[str, list[ModelDirectory]]
+) -> Scan:
+    models = dict(unique)
+    siblings: dict[str, dict[str, str]] = {}
+    for name, found in several.items():
+        for directory in found:
+            # Differs from Triton: there a model whose name is ambiguous cannot be asked for at
+            # all; here its identifier serves as the name.
+            identifier = f"{directory.repository.rstrip('/')}::{name}"
+            models[identifier] = directory
+            siblings.setdefault(directory.repository, {})[name] = identifier
+    return Scan(
+        models={
+            key: replace(directory, siblings=siblings.get(directory.repository, {}))
+            for key, directory in models.items()
+        },
+        ambiguous={
+            name: tuple(siblings[directory.repository][name] for directory in found)
+            for name, found in several.items()
+        },
+    )
 
 
 def fetch(directory: ModelDirectory) -> None:

@@ -29,7 +29,7 @@ def scan(repositories: Sequence[str], options: ServerOptions) -> Scan:
         InternalError: a repository does not exist.
         InvalidArgumentError: a repository is no folder.
     """
-    return layout.scan_repositories(repositories)
+    return layout.scan_repositories(repositories, namespaces=options.model_namespacing)
 
 
 def load_config(
@@ -56,6 +56,7 @@ def load_config(
             "name must equal model name"
         )
     config.name = directory.name
+    _resolve_members(config, directory)
     defaults.complete(config, _first_version_files(directory))
     validate_config(config, directory, completed=options.disable_auto_complete_config)
     return config
@@ -115,6 +116,14 @@ def _parse_override(text: str) -> ModelConfig:
         return config_from_json(text)
     except InvalidArgumentError as error:
         raise InvalidArgumentError(f"Invalid config override: {error}") from error
+
+
+def _resolve_members(config: ModelConfig, directory: ModelDirectory) -> None:
+    """An ensemble means the members of its own repository where a name is ambiguous."""
+    for step in config.ensemble_scheduling.step:
+        if step.model_name in directory.siblings:
+            step.model_name = directory.siblings[step.model_name]
+            step.model_namespace = directory.repository
 
 
 def _first_version_files(directory: ModelDirectory) -> list[str]:

@@ -140,6 +140,7 @@ class InferenceServer:
 
         Raises:
             NotFoundError, UnavailableError: with Triton's texts.
+            InvalidArgumentError: several models have the name (`--model-namespacing`).
         """
         versions = self._serving.get(name)
         if versions is not None:
@@ -148,6 +149,9 @@ class InferenceServer:
                 return model
         if self.lifecycle.starting and versions is None and name not in self.lifecycle.entries:
             raise UnavailableError("Server not ready")
+        ambiguity = self.lifecycle.ambiguity(name)
+        if ambiguity:
+            raise InvalidArgumentError(ambiguity)
         entry = self.lifecycle.entries.get(name)
         if entry is None or not entry.versions:
             detail = f" ({entry.failure})" if entry is not None and entry.failure else ""

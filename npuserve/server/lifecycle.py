@@ -106,6 +106,7 @@ class Lifecycle:
         self._draining: dict[str, set[Model]] = {}
         self.entries: dict[str, ModelEntry] = {}
         self._polled: dict[str, Fingerprint] = {}  # of the last poll
+        self._ambiguous: dict[str, tuple[str, ...]] = {}  # of the last scan
         self.starting = True
         self.failed_startup: list[str] = []
 
@@ -451,7 +452,19 @@ class Lifecycle:
         return [ModelIndexEntry(name)]
 
     async def _scan(self) -> Scan:
-        return await asyncio.to_thread(self._factory.scan)
+        scan = await asyncio.to_thread(self._factory.scan)
+        self._ambiguous = scan.ambiguous
+        return scan
+
+    def ambiguity(self, name: str) -> str:
+        """Why a bare name says too little where namespaces are on; "" if it does not."""
+        identifiers = self._ambiguous.get(name, ())
+        if not identifiers:
+            return ""
+        return (
+            f"There are {len(identifiers)} identifiers of model '{name}' in global map, model "
+            f"namespace must be provided to resolve ambiguity: {', '.join(identifiers)}"
+        )
 
     async def _configs(
         self, scan: Scan, names: Iterable[str], overrides: Mapping[str, str] | None = None
@@ -542,7 +555,9 @@ class _Operation:
         config = self._configs.get(name)
         if directory is None or config is None:
             if directory is None and name not in self._scan.problems:
-                entry.failure = "model not found in any model repository."
+                entry.failure = (
+                    self._lifecycle.ambiguity(name) or "model not found in any model repository."
+                )
                 logger.error("failed to poll model '%s': %s", name, entry.failure)
             elif name in self._scan.problems:
                 entry.failure = self._scan.problems[name]
@@ -550,6 +565,8 @@ class _Operation:
             raise InternalError(
                 f"failed to load '{name}', failed to poll from model repository: {entry.failure}"
             )
+        if self._lifecycle._options.model_namespacing:
+            entry.namespace = directory.repository
         members = {member for member, _version in self._factory.members(config)}
         if members:
             await self._load_members(entry, config, members)

@@ -126,3 +126,17 @@ def test_fingerprint_passes_over_what_running_models_write(tmp_path: Path) -> No
     assert fingerprint_of(path) == first
     (path / "2").mkdir()
     assert fingerprint_of(path) != first
+
+
+def test_with_namespaces_a_name_may_be_in_several_repositories(tmp_path: Path) -> None:
+    """Ambiguous names get identifiers, and each repository knows its own."""
+    first, second = str(tmp_path / "a"), str(tmp_path / "b")
+    for repository in (first, second):
+        make_model(Path(repository), "twice")
+    make_model(Path(first), "once")
+    found = scan_repositories([first + "/", second], namespaces=True)
+    assert sorted(found.models) == [f"{first}::twice", f"{second}::twice", "once"]
+    assert found.problems == {}
+    assert found.ambiguous == {"twice": (f"{first}::twice", f"{second}::twice")}
+    assert found.models["once"].siblings == {"twice": f"{first}::twice"}
+    assert found.models[f"{second}::twice"].siblings == {"twice": f"{second}::twice"}
