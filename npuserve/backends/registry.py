@@ -12,6 +12,7 @@ import threading
 from functools import cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from npuserve.errors import InvalidArgumentError, UnavailableError
@@ -46,10 +47,15 @@ class BackendRegistry:
     Args:
         backends: ready-made ones by name; they take precedence over entry points (for
             embedding and for tests).
+        directory: holds `<name>/model.py` for backends that are themselves written as a Python
+            model (--backend-directory); entry points take precedence.
     """
 
-    def __init__(self, backends: dict[str, Backend] | None = None) -> None:
+    def __init__(
+        self, backends: dict[str, Backend] | None = None, directory: str | Path = ""
+    ) -> None:
         self._backends: dict[str, Backend] = dict(backends or {})
+        self._directory = Path(directory) if directory else None
         self._lock = threading.Lock()
 
     def get(self, name: str) -> Backend:
@@ -64,7 +70,7 @@ class BackendRegistry:
         name = BACKEND_BY_PLATFORM.get(name, name)
         with self._lock:
             if name not in self._backends:
-                self._backends[name] = _make(name)
+                self._backends[name] = self._make(name)
             return self._backends[name]
 
     def loaded(self) -> dict[str, Backend]:
@@ -75,6 +81,27 @@ class BackendRegistry:
     def names(self) -> list[str]:
         """Every name `get` knows, platforms left out."""
         return sorted({*_entry_points(), *self._backends})
+
+    def _make(self, name: str) -> Backend:
+        point = _entry_points().get(name)
+        if point is None:
+            return self._python_based(name)
+        try:
+            backend: Backend = point.load()()
+        except ImportError as error:
+            raise UnavailableError(
+                f"backend '{name}' ({point.value}) cannot be imported: {error}"
+            ) from error
+        return backend
+
+    def _python_based(self, name: str) -> Backend:
+        """A backend that is a model.py; its models need none of their own."""
+        file = self._directory / name / "model.py" if self._directory else None
+        if file is None or Path(name).name != name or not file.is_file():
+            raise InvalidArgumentError(_unknown(name))
+        from npuserve.backends.python import PythonBackend
+
+        return PythonBackend(file)
 
 
 def import_runtime(module: str, install: str) -> ModuleType:
@@ -96,19 +123,6 @@ def import_runtime(module: str, install: str) -> ModuleType:
 @cache
 def _entry_points() -> dict[str, EntryPoint]:
     return {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}
-
-
-def _make(name: str) -> Backend:
-    point = _entry_points().get(name)
-    if point is None:
-        raise InvalidArgumentError(_unknown(name))
-    try:
-        backend: Backend = point.load()()
-    except ImportError as error:
-        raise UnavailableError(
-            f"backend '{name}' ({point.value}) cannot be imported: {error}"
-        ) from error
-    return backend
 
 
 def _unknown(name: str) -> str:

@@ -37,7 +37,7 @@ class ModelFactory:
     def __init__(self, server: InferenceServer) -> None:
         self._server = server
         self._options = server.options
-        self.backends = BackendRegistry()
+        self.backends = BackendRegistry(directory=server.options.backend_directory)
 
     # ---------------------------------------------------------------- repository (may block)
 

@@ -18,6 +18,23 @@ input { name: "IN" data_type: TYPE_FP32 dims: 2 }
 output { name: "OUT" data_type: TYPE_FP32 dims: 2 }
 """
 
+SHOUT = """
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def initialize(self, args):
+        self.name = args["model_name"]
+
+    def execute(self, requests):
+        responses = []
+        for request in requests:
+            text = pb_utils.get_input_tensor_by_name(request, "IN").as_numpy()[0].decode()
+            answer = np.array([f"{self.name}: {text.upper()}".encode()], np.object_)
+            responses.append(pb_utils.InferenceResponse([pb_utils.Tensor("OUT", answer)]))
+        return responses
+"""
+
 
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
@@ -78,3 +95,25 @@ def test_a_process_that_is_killed_is_an_error(repository: Path) -> None:
     server.process.wait()
     with pytest.raises(InternalError, match="code -9"):
         running.__exit__(None, None, None)
+
+
+def test_a_backend_written_in_python(tmp_path: Path) -> None:
+    """`--backend-directory` holds `<name>/model.py`; its models bring no file of their own."""
+    backend = tmp_path / "backends" / "shout" / "model.py"
+    backend.parent.mkdir(parents=True)
+    backend.write_text(SHOUT)
+    for name in ("one", "two"):
+        (tmp_path / "repository" / name / "1").mkdir(parents=True)
+        (tmp_path / "repository" / name / "config.pbtxt").write_text(
+            """
+            backend: "shout"
+            input { name: "IN" data_type: TYPE_STRING dims: 1 }
+            output { name: "OUT" data_type: TYPE_STRING dims: 1 }
+            """
+        )
+    body = {"inputs": [{"name": "IN", "datatype": "BYTES", "shape": [1], "data": ["hello"]}]}
+    directory = str(tmp_path / "backends")
+    with serve(tmp_path / "repository", backend_directory=directory) as server:
+        for name in ("one", "two"):
+            reply = httpx.post(f"http://{server.http_url}/v2/models/{name}/infer", json=body)
+            assert reply.json()["outputs"][0]["data"] == [f"{name}: HELLO"]
