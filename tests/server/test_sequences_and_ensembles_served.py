@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 from numpy.typing import NDArray
 
@@ -16,6 +17,7 @@ from npuserve.request import SEQUENCE_END, SEQUENCE_START, InferenceRequest
 from npuserve.response import InferenceResponse
 from npuserve.server.core import InferenceServer
 from npuserve.tensor import Tensor
+from tests.backends import onnx_models
 
 PYTHON_HEAD = """
 import numpy as np
@@ -214,6 +216,39 @@ async def test_implicit_state_works_with_the_python_backend(tmp_path: Path) -> N
                 (103, prefix + b" 1 2 3"),
                 (106, prefix + b" 1 2 3 4"),
             ]
+
+
+async def test_implicit_state_works_with_onnxruntime(tmp_path: Path) -> None:
+    """Sequences share executions and keep their states apart, fillers included."""
+    node, value = onnx.helper.make_node, onnx_models.value
+    shape: onnx_models.Shape = ("batch", 1)
+    onnx_models.save(
+        tmp_path / "m",
+        [
+            node("Add", ["IN", "S_IN"], ["OUT"]),
+            node("Identity", ["OUT"], ["S_OUT"]),
+        ],
+        [value(name, onnx.TensorProto.INT32, shape) for name in ("IN", "S_IN")],
+        [value(name, onnx.TensorProto.INT32, shape) for name in ("OUT", "S_OUT")],
+    )
+    (tmp_path / "m" / "config.pbtxt").write_text(
+        """platform: "onnxruntime_onnx" max_batch_size: 4
+        instance_group { kind: KIND_CPU count: 1 }
+        sequence_batching {
+          state { input_name: "S_IN" output_name: "S_OUT" data_type: TYPE_INT32 dims: 1 } }"""
+    )
+    async with serve(tmp_path) as server:
+
+        async def run(name: str) -> list[int]:
+            seen = []
+            for value, flags in ((1, SEQUENCE_START), (2, 0), (3, SEQUENCE_END)):
+                (got,) = await send(server, "m", {"IN": number(value)}, name, flags).all()
+                seen.append(int(got["OUT"]))
+            return seen
+
+        assert await asyncio.gather(*(run(str(n)) for n in range(9))) == [[1, 3, 6]] * 9
+        statistics = server.model("m").statistics
+        assert statistics.execution_count < statistics.inference_count == 27
 
 
 async def test_a_state_of_the_wrong_shape_fails_one_request(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from npuserve.errors import (
     NpuserveError,
     RequestCancelledError,
     UnavailableError,
+    UnsupportedError,
 )
 from npuserve.request import SEQUENCE_START, InferenceRequest
 from npuserve.server.batching import BatchRules, Signature, batch_signature, plan_batch
@@ -280,9 +281,8 @@ class SequenceBatcher:
                 "correlation ID"
             )
         if isinstance(correlation_id, str) and len(correlation_id) > _MAX_TEXT_ID:
-            raise InvalidArgumentError(
-                f"inference request to model '{self._name}' has a correlation ID of "
-                f"{len(correlation_id)} characters, at most {_MAX_TEXT_ID} are allowed"
+            raise UnsupportedError(
+                f"string correlation ID cannot be longer than {_MAX_TEXT_ID} characters"
             )
         self._controls.check(correlation_id)
 

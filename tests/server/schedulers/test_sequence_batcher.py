@@ -18,6 +18,7 @@ from npuserve.errors import (
     NpuserveError,
     StatusCode,
     UnavailableError,
+    UnsupportedError,
     WorkerDiedError,
 )
 from npuserve.model_config import ModelConfig
@@ -218,7 +219,7 @@ def test_a_text_id_has_at_most_128_characters() -> None:
     """128 pass, 129 do not."""
     model = Model(controls="")
     model.send("x" * 128, SEQUENCE_START)
-    with pytest.raises(InvalidArgumentError, match="at most 128 are allowed"):
+    with pytest.raises(UnsupportedError, match="cannot be longer than 128 characters"):
         model.send("x" * 129, SEQUENCE_START)
 
 
