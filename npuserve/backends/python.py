@@ -7,7 +7,9 @@ An instance runs in a worker process of its own (default) or in a thread of the 
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,8 +45,9 @@ class PythonBackend(Backend):
         self._model_file = model_file
         self._graph = CallGraph()
         self._pool = BufferPool()
-        self._lock = threading.Lock()
-        # invariant: a fork server runs as long as a model that is loaded needs it.
+        # Re-entrant: the garbage collector may end a context while this thread holds it.
+        self._lock = threading.RLock()
+        # invariant: a fork server is here as long as a context of `_users` needs it.
         self._fork_servers: dict[Interpreter, ForkServer] = {}
         self._users: dict[int, Interpreter] = {}  # id(context) → what its workers run on
 
@@ -53,9 +56,13 @@ class PythonBackend(Backend):
     def auto_complete(self, context: BackendModelContext) -> None:
         """See `Backend.auto_complete`: runs the model's auto_complete_config in a process."""
         file = self._file(context)
-        if "def auto_complete_config" not in file.read_text("utf-8", "replace"):
+        if not _may_complete(file.read_text("utf-8", "replace")):
             return
-        config = _run(context, self._complete(context, file))
+        try:
+            config = _run(context, self._complete(context, file))
+        except BaseException:
+            self._release(id(context))  # the load ends here, so nobody unloads it
+            raise
         context.config.CopyFrom(config_from_json(config))
 
     def load(self, context: BackendModelContext) -> Sequence[ModelInstance | LoopInstance]:
@@ -64,12 +71,7 @@ class PythonBackend(Backend):
         settings = WorkerSettings.of(context.parameters, context.backend_options)
         if settings.execution == "thread":
             return [self._thread(context, placement, file) for placement in context.placements]
-        interpreter = interpreter_of(context)
-        with self._lock:
-            fork_server = self._fork_servers.get(interpreter)
-            if fork_server is None:
-                fork_server = self._fork_servers[interpreter] = ForkServer(interpreter)
-            self._users[id(context)] = interpreter
+        fork_server = self._fork_server(context)
         return [
             WorkerInstance(
                 Launcher(
@@ -88,14 +90,31 @@ class PythonBackend(Backend):
 
     def unload(self, context: BackendModelContext) -> None:
         """See `Backend.unload`."""
+        self._release(id(context))
+
+    # -- parts --------------------------------------------------------------------------------
+
+    def _fork_server(self, context: BackendModelContext) -> ForkServer:
+        """The fork server of the context's interpreter, kept until the context is unloaded.
+
+        Or until it dies: a load that fails between auto-completion and `load` is not unloaded.
+        """
+        interpreter = interpreter_of(context)
         with self._lock:
-            interpreter = self._users.pop(id(context), None)
+            if id(context) not in self._users:
+                self._users[id(context)] = interpreter
+                weakref.finalize(context, self._release, id(context)).atexit = False
+            if interpreter not in self._fork_servers:
+                self._fork_servers[interpreter] = ForkServer(interpreter)
+            return self._fork_servers[interpreter]
+
+    def _release(self, user: int) -> None:
+        with self._lock:
+            interpreter = self._users.pop(user, None)
             if interpreter is None or interpreter in self._users.values():
                 return
             fork_server = self._fork_servers.pop(interpreter)
         fork_server.close_soon()
-
-    # -- parts --------------------------------------------------------------------------------
 
     def _buffer_pool(self, context: BackendModelContext) -> BufferPool:
         return self._pool if context.services is None else context.services.buffer_pool
@@ -131,8 +150,8 @@ class PythonBackend(Backend):
     async def _complete(self, context: BackendModelContext, file: Path) -> str:
         """Run auto_complete_config in a worker of its own; gives the configuration as JSON."""
         settings = WorkerSettings.of(context.parameters, context.backend_options)
+        fork_server = await asyncio.to_thread(self._fork_server, context)
         loop = asyncio.get_running_loop()
-        fork_server = ForkServer(interpreter_of(context))
         answer: asyncio.Future[tuple[int, Any]] = loop.create_future()
 
         def arrived(kind: int, payload: Any) -> None:
@@ -144,23 +163,37 @@ class PythonBackend(Backend):
                 answer.set_exception(InternalError(f"Auto-complete failed for {context.name}"))
 
         connection = Connection(loop, self._pool, arrived, lost)
-        process, output = await start_worker(
-            fork_server, connection.peer, settings.start_timeout_s, context.log
-        )
         try:
-            spec = model_spec(context, None, file)
-            connection.send(wire.INIT, {"mode": "auto_complete", "spec": spec, "env": {}})
-            kind, payload = await asyncio.wait_for(answer, settings.initialize_timeout_s or None)
+            process, output = await start_worker(
+                fork_server, connection.peer, settings.start_timeout_s, context.log
+            )
+            try:
+                spec = model_spec(context, None, file)
+                connection.send(wire.INIT, {"mode": "auto_complete", "spec": spec, "env": {}})
+                kind, payload = await asyncio.wait_for(
+                    answer, settings.initialize_timeout_s or None
+                )
+            finally:
+                process.kill()
+                output.drain()
+                output.close()
         finally:
-            process.kill()
             connection.close()
-            output.drain()
-            output.close()
-            fork_server.close()
         if kind == wire.FAILED:
             raise error_of(payload)
         config: str = payload["config"]
         return config
+
+
+def _may_complete(source: str) -> bool:
+    """Whether the class may have auto_complete_config: it is named, or could be inherited.
+
+    Running a model's file twice is expensive when it imports a framework.
+    """
+    plain = re.search(
+        r"^class\s+TritonPythonModel\s*(\(\s*(object)?\s*\))?\s*:", source, re.MULTILINE
+    )
+    return "auto_complete_config" in source or plain is None
 
 
 def _run(context: BackendModelContext, coroutine: Any) -> Any:

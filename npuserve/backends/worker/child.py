@@ -111,6 +111,8 @@ class Worker:
     def _after_fork(self) -> None:
         self._forked = True
         self._channel.close_after_fork()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def _leave_if_forked(self) -> None:
         """A process forked by the model came out of the model's method: it must not serve."""
@@ -441,6 +443,10 @@ class _LogHandler(logging.Handler):
         self._worker.log(level, self.format(record), record.pathname, record.lineno)
 
 
+def _ignore_signal(_number: int, _frame: object) -> None:
+    """See `main`."""
+
+
 def flush() -> None:
     """Push out what the model printed."""
     for stream in (sys.stdout, sys.stderr):
@@ -471,7 +477,11 @@ def main(channel_fd: int, output_fd: int) -> NoReturn:
     code = 1
     try:
         take_output(output_fd)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server to handle
+        for number in (signal.SIGINT, signal.SIGTERM):
+            # Whoever signals the whole group (a terminal, systemd) means the server, which then
+            # ends its workers in order. A handler, unlike SIG_IGN, is not inherited by programs
+            # that the model starts.
+            signal.signal(number, _ignore_signal)
         worker = Worker(Channel(socket.socket(fileno=channel_fd)))
         # Python's default shows warnings only on a bare stderr, without the model's name.
         logging.lastResort = _LogHandler(worker)

@@ -47,6 +47,7 @@ class Connection:
         self._backlog: deque[tuple[bytes, list[int]]] = deque()
         self._return_announced = False
         self.closed = False
+        self._paused = False
         loop.add_reader(self._socket, self._on_readable)
 
     def close(self) -> None:
@@ -54,7 +55,8 @@ class Connection:
         if self.closed:
             return
         self.closed = True
-        self._loop.remove_reader(self._socket)
+        if not self._paused:
+            self._loop.remove_reader(self._socket)
         if self._backlog:
             self._loop.remove_writer(self._socket)
             self._backlog.clear()
@@ -119,6 +121,16 @@ class Connection:
             self.send(wire.MEMORY, None)
 
     # -- receiving ----------------------------------------------------------------------------
+
+    def pause(self, paused: bool) -> None:
+        """Read nothing for now, so that the full channel blocks the worker, or go on."""
+        if self.closed or paused == self._paused:
+            return
+        self._paused = paused
+        if paused:
+            self._loop.remove_reader(self._socket)
+        else:
+            self._loop.add_reader(self._socket, self._on_readable)
 
     def _on_readable(self) -> None:
         try:

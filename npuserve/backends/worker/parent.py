@@ -173,6 +173,11 @@ class WorkerInstance(LoopInstance):
                 self._settings.execute_timeout_s, self._execute_timed_out
             )
 
+    def hold(self, held: bool) -> None:
+        """See `LoopInstance.hold`."""
+        if self._connection is not None:
+            self._connection.pause(held)
+
     def _cancel(self, request: InferenceRequest) -> None:
         for batch_id, batch in (*self._batches.items(), *self._open_batches()):
             for index, candidate in enumerate(batch.requests):
@@ -207,6 +212,7 @@ class WorkerInstance(LoopInstance):
         if failure is not None:
             batch.done(error_of(failure))
             return
+        batch.execution_over()  # the worker need not wait until the answers are out
         for request, outcome in zip(batch.requests, outcomes, strict=False):
             if outcome is wire.LATER:
                 batch.keep_open(request)

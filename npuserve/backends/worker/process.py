@@ -169,8 +169,9 @@ class ForkServer:
 
     def close_soon(self) -> None:
         """`close`, from any thread."""
-        if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self.close)
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: `close` was called
+                self._loop.call_soon_threadsafe(self.close)
 
     def close(self) -> None:
         """Let it go; workers that still run end with it."""

@@ -1,0 +1,291 @@
+"""Models that call other models, load them, and keep metrics, in a process and in a thread."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+from prometheus_client import generate_latest
+from prometheus_client.registry import Collector, CollectorRegistry
+
+from tests.backends.worker.models import CONFIG, Models, served, served_model, write_model
+
+pytestmark = pytest.mark.parametrize("execution", ["process", "thread"])
+
+DOUBLE = """
+class TritonPythonModel:
+    def execute(self, requests):
+        if requests[0].request_id() == "fail":
+            raise ValueError("no")
+        return [response(tensor(r).as_numpy() * 2) for r in requests]
+"""
+
+REPEAT = """
+class TritonPythonModel:
+    def execute(self, requests):
+        for r in requests:
+            sender = r.get_response_sender()
+            for value in tensor(r).as_numpy():
+                sender.send(response(np.array([value], np.float32)))
+            sender.send(flags=1)
+"""
+
+CALLER = """
+def make(request, target, **options):
+    x = pb_utils.Tensor("IN", tensor(request).as_numpy())
+    return pb_utils.InferenceRequest(
+        model_name=target, requested_output_names=["OUT"], inputs=[x], **options)
+
+def outcome(answer):
+    if answer.has_error():
+        return answer.error().message()
+    return [t.as_numpy().tolist() for t in answer.output_tensors()]
+
+def report(value):
+    return response(np.array([json.dumps(value)], object))
+"""
+
+SYNC = (
+    CALLER
+    + """
+class TritonPythonModel:
+    def execute(self, requests):
+        out = []
+        for r in requests:
+            how, _, target = r.request_id().partition(":")
+            out.append(report(getattr(self, how)(r, target)))
+        return out
+
+    def call(self, r, target):
+        return outcome(make(r, target).exec())
+
+    def failing(self, r, target):
+        return outcome(make(r, target, request_id="fail").exec())
+
+    def stream(self, r, target):
+        return [outcome(a) for a in make(r, target).exec(decoupled=True)]
+
+    def total(self, r, target):
+        answer = make(r, target).exec()
+        return float(answer.output_tensors()[0].as_numpy().sum())
+
+    def own_loop(self, r, target):
+        import asyncio
+        async def both():
+            return await asyncio.gather(make(r, target).async_exec(), make(r, target).async_exec())
+        return [outcome(a) for a in asyncio.run(both())]
+
+    def ready(self, r, target):
+        facts = [pb_utils.is_model_ready(target), pb_utils.is_model_ready("nobody")]
+        try:
+            pb_utils.is_model_ready(target, "x")
+        except pb_utils.TritonModelException as error:
+            facts.append(str(error))
+        return facts
+
+    def load(self, r, target):
+        pb_utils.load_model(target)
+        return pb_utils.is_model_ready(target)
+
+    def load_unknown(self, r, target):
+        try:
+            pb_utils.load_model(target)
+        except pb_utils.TritonModelException as error:
+            return str(error)
+"""
+)
+
+ASYNC = (
+    CALLER
+    + """
+class TritonPythonModel:
+    async def execute(self, requests):
+        out = []
+        for r in requests:
+            how, _, target = r.request_id().partition(":")
+            out.append(report(await getattr(self, how)(r, target)))
+        return out
+
+    async def call(self, r, target):
+        return outcome(await make(r, target).async_exec())
+
+    async def blocking(self, r, target):
+        return outcome(make(r, target).exec())
+
+    async def stream(self, r, target):
+        return [outcome(a) async for a in await make(r, target).async_exec(decoupled=True)]
+"""
+)
+
+DECOUPLED = CONFIG + "model_transaction_policy { decoupled: true }\n"
+
+
+@pytest.fixture
+def repository(tmp_path: Path, execution: str) -> Path:
+    """A model that calls, `sync`, its async twin, and models to be called."""
+    for name, code in (("sync", SYNC), ("async", ASYNC), ("double", DOUBLE)):
+        write_model(tmp_path, name, code)
+    write_model(tmp_path, "repeat", REPEAT, DECOUPLED)
+    return tmp_path
+
+
+async def _ask(models: Models, caller: str, what: str, values: object = (1, 2)) -> object:
+    import json
+
+    call = await models.infer(caller, {"IN": np.array(values, np.float32)}, id=what)
+    return json.loads(call.text)
+
+
+async def test_calls(repository: Path, execution: str) -> None:
+    """exec, async_exec, their decoupled forms, errors and readiness."""
+    async with served(repository, execution) as models:
+        for caller, what, expected in (
+            ("sync", "call:double", [[2, 4]]),
+            ("sync", "stream:repeat", [[[1]], [[2]], []]),
+            ("sync", "stream:double", [[[2, 4]]]),
+            ("sync", "own_loop:double", [[[2, 4]]] * 2),
+            ("async", "call:double", [[2, 4]]),
+            ("async", "blocking:double", [[2, 4]]),
+            ("async", "stream:repeat", [[[1]], [[2]], []]),
+            (
+                "sync", "call:nobody",
+                "Failed for execute the inference request. Model 'nobody' is not ready.",
+            ),
+            (
+                "sync", "ready:double",
+                [True, False, "Failed to check model readiness: failed to get model version from "
+                 "specified version string 'x' (details: stol), version should be an integral "
+                 "value > 0"],
+            ),
+        ):  # fmt: skip
+            assert await _ask(models, caller, what) == expected, what
+        failed = await _ask(models, "sync", "failing:double")
+        assert "Model double - Error when running inference: Failed to process" in str(failed)
+        refused = await _ask(models, "sync", "call:repeat")
+        assert "Please use 'decoupled=True' argument" in str(refused)
+
+
+async def test_large_tensors_cross_both_ways(repository: Path, execution: str) -> None:
+    """A call with megabytes in and out gives the right sum, and nothing stays lent."""
+    async with served(repository, execution) as models:
+        for _ in range(3):
+            values = np.ones(500_000, np.float32)
+            assert await _ask(models, "sync", "total:double", values) == 1_000_000.0
+        if execution == "process":
+            for name in ("sync", "double"):
+                link = models.instance(name)._connection.link
+                assert link.lent_count <= 1  # the last one comes back with the next batch
+
+
+async def test_model_that_calls_itself_gets_an_error(repository: Path, execution: str) -> None:
+    """With one instance the call could never be answered: an error at once, and service goes on."""
+    async with served(repository, execution) as models:
+        answer = await _ask(models, "sync", "call:sync")
+        assert "could never be answered" in str(answer)
+        assert await _ask(models, "sync", "call:double") == [[2, 4]]
+
+
+async def test_model_loads_another(repository: Path, execution: str) -> None:
+    """load_model works in explicit mode, and its failures have Triton's prefix."""
+    async with served(
+        repository, execution, model_control_mode="explicit", load_model=("sync",)
+    ) as models:
+        assert await _ask(models, "sync", "load:double") is True
+        assert await _ask(models, "sync", "call:double") == [[2, 4]]
+        failure = await _ask(models, "sync", "load_unknown:nobody")
+        assert str(failure).startswith("Failed to load model: ")
+
+
+async def test_calls_outside_execute_are_refused(tmp_path: Path, execution: str) -> None:
+    """BLS in initialize fails the load with Triton's text."""
+    code = (
+        CALLER
+        + """
+class TritonPythonModel:
+    def initialize(self, args):
+        x = pb_utils.Tensor("IN", np.ones(1, np.float32))
+        pb_utils.InferenceRequest(model_name="m", requested_output_names=[], inputs=[x]).exec()
+"""
+    )
+    async with served_model(tmp_path, code, execution=execution) as models:
+        (entry,) = await models.server.repository_index()
+    assert "BLS is only supported during the 'execute' function." in entry.reason
+
+
+METRICS = """
+class TritonPythonModel:
+    def initialize(self, args):
+        self.family = pb_utils.MetricFamily(
+            name="jobs_total", description="jobs", kind=pb_utils.MetricFamily.COUNTER)
+        self.metric = self.family.Metric(labels={"m": "a"})
+        self.gauges = pb_utils.MetricFamily(
+            name="level", description="a level", kind=pb_utils.MetricFamily.GAUGE)
+        self.gauge = self.gauges.Metric(labels={})
+
+    def execute(self, requests):
+        self.metric.increment(2)
+        self.gauge.set(-4.5)
+        texts = []
+        for wrong in (lambda: self.metric.increment(-1), lambda: self.metric.set(1),
+                      lambda: self.gauge.observe(1)):
+            try:
+                wrong()
+            except pb_utils.TritonModelException as error:
+                texts.append(str(error))
+        value = [self.metric.value(), self.gauge.value(), texts]
+        return [response(np.array([json.dumps(value)], object)) for _ in requests]
+"""
+
+
+async def test_custom_metrics(tmp_path: Path, execution: str) -> None:
+    """Metrics of a model are scraped until it is unloaded, and misuse has Triton's texts."""
+    import json
+
+    async with served_model(tmp_path, METRICS, execution=execution) as models:
+        await models.infer()
+        first, second, texts = json.loads((await models.infer()).text)
+        assert (first, second) == (4, -4.5)
+        assert [text.split(": ")[0] for text in texts] == [
+            "Failed to increment metric value",
+            "Failed to set metric value",
+            "Failed to observe metric value",
+        ]
+        assert 'jobs_total{m="a"} 4.0' in _scrape(models)
+    assert "jobs_total{" not in _scrape(models)
+
+
+def _scrape(models: Models) -> str:
+    registry = CollectorRegistry()
+
+    class _Adapter(Collector):
+        def collect(self):  # type: ignore[no-untyped-def]
+            yield from models.server.custom_metrics.collect()
+
+    registry.register(_Adapter())
+    return generate_latest(registry).decode()
+
+
+async def test_async_batches_overlap(tmp_path: Path, execution: str) -> None:
+    """Requests of an async model run at the same time in a worker process."""
+    if execution == "thread":
+        pytest.skip("a thread executes one batch at a time")
+    code = """
+    import asyncio
+
+    class TritonPythonModel:
+        def initialize(self, args):
+            self.waiting = 0
+            self.all_here = None
+
+        async def execute(self, requests):
+            self.all_here = self.all_here or asyncio.Event()
+            self.waiting += 1
+            if self.waiting == 3:
+                self.all_here.set()
+            await self.all_here.wait()
+            return [response(tensor(r).as_numpy()) for r in requests]
+    """
+    async with served_model(tmp_path, code) as models:
+        await asyncio.gather(*(models.infer() for _ in range(3)))

@@ -1,0 +1,60 @@
+"""Calls between models that could never be answered."""
+
+from __future__ import annotations
+
+import pytest
+
+from npuserve.backends.worker.call_graph import Caller, CallGraph
+from npuserve.errors import InternalError
+
+
+@pytest.fixture
+def graph() -> CallGraph:
+    return CallGraph()
+
+
+def test_a_model_with_one_instance_cannot_call_itself(graph: CallGraph) -> None:
+    """The only instance would wait for itself."""
+    with pytest.raises(InternalError, match="Model a calls model a"):
+        Caller(graph, "a").starts(1, "a")
+
+
+def test_a_free_instance_can_answer(graph: CallGraph) -> None:
+    """Of two instances the first may call its own model, the second may not as well."""
+    first, second = Caller(graph, "a"), Caller(graph, "a")
+    first.starts(1, "a")
+    with pytest.raises(InternalError):
+        second.starts(1, "a")
+    first.ended(1)
+    second.starts(1, "a")
+
+
+def test_a_circle_of_models(graph: CallGraph) -> None:
+    """The circle a → b → a is found when it closes."""
+    a, b = Caller(graph, "a"), Caller(graph, "b")
+    a.starts(1, "b")
+    with pytest.raises(InternalError):
+        b.starts(1, "a")
+
+
+def test_waiting_for_a_busy_model_is_no_circle(graph: CallGraph) -> None:
+    """Any number may wait for a model that goes on, and for models outside the graph."""
+    a, b, c = (Caller(graph, name) for name in "abc")
+    a.starts(1, "c")
+    b.starts(1, "c")
+    c.starts(1, "onnx")
+
+
+def test_overlapping_instances_are_never_stuck(graph: CallGraph) -> None:
+    """An async model may call itself."""
+    caller = Caller(graph, "a")
+    caller.overlaps = True
+    caller.starts(1, "a")
+
+
+def test_instances_leave_the_graph(graph: CallGraph) -> None:
+    """Nothing is kept of unloaded models."""
+    callers = [Caller(graph, "a"), Caller(graph, "a")]
+    for caller in callers:
+        caller.leave()
+    assert graph.models == {}

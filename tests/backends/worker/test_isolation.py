@@ -1,0 +1,264 @@
+"""What a worker process keeps apart, and what happens when it dies."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import os
+import sys
+import venv
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.backends.worker.models import CONFIG, parameter, served, served_model, write_model
+
+DEADLY = """
+import signal
+
+class TritonPythonModel:
+    def initialize(self, args):
+        self.count = 0
+
+    def execute(self, requests):
+        mode = requests[0].request_id()
+        if mode == "segfault":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        if mode == "exit":
+            os._exit(7)
+        if mode == "hang":
+            while True:
+                time.sleep(1)
+        if mode == "fork":
+            self.fork()
+        self.count += 1
+        return [response(np.array([self.count], np.float32)) for r in requests]
+
+    def fork(self):
+        pid = os.fork()
+        if pid == 0:
+            sys.exit(0)
+        os.waitpid(pid, 0)
+"""
+
+
+@pytest.mark.parametrize(("mode", "how"), [("segfault", "signal 11 (SIGSEGV)"), ("exit", "code 7")])
+async def test_death_fails_the_request_and_the_instance_comes_back(
+    tmp_path: Path, mode: str, how: str
+) -> None:
+    """The request in hand fails at once and says how; a queued one is served by the next worker."""
+    async with served_model(tmp_path, DEADLY) as models:
+        await models.infer()
+        dying = models.start(id=mode)
+        queued = models.start()
+        assert "Stub process 'm_0_0' is not healthy: it " in (await dying.answer()).error
+        assert how in dying.error
+        assert (await queued.answer()).value == [1.0]
+        statistics = models.server.model("m").statistics
+        assert (statistics.success.count, statistics.fail.count) == (2, 1)
+
+
+async def test_readiness_shows_the_restart(tmp_path: Path) -> None:
+    """The model is not ready while its only worker is down."""
+    async with served_model(tmp_path, DEADLY) as models:
+        await models.infer(id="exit")
+        assert not models.server.model_ready("m")
+        await models.infer()  # waits for the next worker
+        assert models.server.model_ready("m")
+
+
+async def test_execute_time_out(tmp_path: Path) -> None:
+    """A batch over its time ends with an error, and the next one is served."""
+    config = CONFIG + parameter("execute_timeout_seconds", "0.2")
+    async with served_model(tmp_path, DEADLY, config) as models:
+        assert "execute_timeout_seconds" in (await models.infer(id="hang")).error
+        assert (await models.infer()).value == [1.0]
+
+
+async def test_process_forked_by_the_model_does_not_serve(tmp_path: Path) -> None:
+    """A fork that leaves execute ends there; the worker answers."""
+    async with served_model(tmp_path, DEADLY) as models:
+        assert (await models.infer(id="fork")).value == [1.0]
+        assert (await models.infer()).value == [2.0]
+
+
+@pytest.mark.parametrize(
+    ("code", "config", "reason"),
+    [
+        ("raise ImportError('nope')", "", "ImportError: nope"),
+        ("def broken(:", "", "SyntaxError"),
+        ("x = 1", "", "TritonPythonModel"),
+        ("class TritonPythonModel:\n  def initialize(self, a): sys.exit(4)", "", "SystemExit: 4"),
+        ("class TritonPythonModel:\n  def initialize(self, args): os.abort()", "", "SIGABRT"),
+        (
+            "class TritonPythonModel:\n  def initialize(self, args): time.sleep(60)",
+            parameter("initialize_timeout_seconds", "0.3"),
+            "initialize_timeout_seconds",
+        ),
+    ],
+)  # fmt: skip
+async def test_failed_load_says_why(tmp_path: Path, code: str, config: str, reason: str) -> None:
+    """A model that cannot start is UNAVAILABLE with the cause, within moments."""
+    async with served_model(tmp_path, code, CONFIG + config) as models:
+        (entry,) = await models.server.repository_index()
+    assert (entry.state, reason in entry.reason) == ("UNAVAILABLE", True), entry.reason
+
+
+async def test_helpers_of_equal_names(tmp_path: Path) -> None:
+    """Two models with a utils.py and a package of the same name each see their own."""
+    code = """
+    import utils
+    from helpers.deep import WHO as DEEP
+    from .beside import WHO as BESIDE
+    import helpers.deep
+
+    class TritonPythonModel:
+        def execute(self, requests):
+            import late
+            who = [utils.WHO, DEEP, BESIDE, helpers.deep.WHO, late.WHO]
+            return [response(np.array(["".join(who)], object)) for _ in requests]
+    """
+    for name in ("a", "b"):
+        own = f"WHO = {name!r}\n"
+        files = dict.fromkeys(
+            ("utils.py", "helpers/__init__.py", "helpers/deep.py", "beside.py", "late.py"), own
+        )
+        write_model(tmp_path, name, code, files=files)
+    before = set(sys.modules)
+    for execution in ("process", "thread"):
+        async with served(tmp_path, execution) as models:
+            assert [(await models.infer(name)).text for name in "abab"] == ["aaaaa", "bbbbb"] * 2
+    assert not {name for name in set(sys.modules) - before if "npuserve_model" in name}
+
+
+async def test_prints_and_logging_reach_the_log_in_order(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """stdout, stderr, logging and Logger lines appear with the model's name, Chinese intact."""
+    code = """
+    import logging
+
+    class TritonPythonModel:
+        def execute(self, requests):
+            print("one 推理")
+            sys.stderr.write("two\\n")
+            os.write(1, b"three\\n")
+            logging.getLogger("user").warning("four")
+            pb_utils.Logger.log_error("five")
+            return [response(np.ones(1, np.float32)) for _ in requests]
+
+        def finalize(self):
+            print("bye")
+    """
+    caplog.set_level(logging.INFO, "npuserve.model.m")
+    async with served_model(tmp_path, code, CONFIG + parameter("env.LANG", "C")) as models:
+        await models.infer()
+        lines = [r.getMessage() for r in caplog.records if r.name == "npuserve.model.m"]
+        assert lines[:5] == ["one 推理", "two", "three", "four", "five"]
+    assert "bye" in caplog.text
+    (line,) = [record for record in caplog.records if record.getMessage() == "five"]
+    assert (line.levelno, Path(line.pathname).name) == (logging.ERROR, "model.py")
+
+
+async def test_left_over_thread_does_not_hold_the_stop(tmp_path: Path) -> None:
+    """The model is finalised and the worker ends although a thread of it goes on for ever."""
+    code = f"""
+    class TritonPythonModel:
+        def initialize(self, args):
+            threading.Thread(target=time.sleep, args=(1000,)).start()
+
+        def execute(self, requests):
+            return [response(np.ones(1, np.float32)) for _ in requests]
+
+        def finalize(self):
+            open({str(tmp_path / "finalized")!r}, "w").close()
+    """
+    async with asyncio.timeout(5), served_model(tmp_path, code) as models:
+        pid = models.instance()._process.pid
+    assert (tmp_path / "finalized").exists()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+async def test_environment_of_a_placement(tmp_path: Path) -> None:
+    """env.<NAME> parameters reach the worker before the model is imported."""
+    code = """
+    VALUE = os.environ["GREETING"]
+
+    class TritonPythonModel:
+        def execute(self, requests):
+            return [response(np.array([VALUE], object)) for _ in requests]
+    """
+    async with served_model(tmp_path, code, CONFIG + parameter("env.GREETING", "hi")) as models:
+        assert (await models.infer()).text == "hi"
+
+
+async def test_virtual_environment_of_a_model(tmp_path: Path) -> None:
+    """EXECUTION_ENV_PATH below the model's directory runs the workers."""
+    code = """
+    class TritonPythonModel:
+        def execute(self, requests):
+            return [response(np.array([sys.prefix], object)) for _ in requests]
+    """
+    path = parameter("EXECUTION_ENV_PATH", "$$TRITON_MODEL_DIRECTORY/env")
+    write_model(tmp_path, "m", code, CONFIG + path)
+    environment = tmp_path / "m" / "env"
+    venv.create(environment, symlinks=True)
+    site = environment / "lib" / f"python3.{sys.version_info.minor}" / "site-packages"
+    (site / "numpy.pth").write_text(str(Path(np.__file__).parent.parent))
+    async with served(tmp_path) as models:
+        assert (await models.infer()).text == str(environment)
+
+
+async def test_environment_must_exist_and_stay_inside(tmp_path: Path) -> None:
+    """A wrong EXECUTION_ENV_PATH fails the load and names itself."""
+    for name, path in (("a", "$$TRITON_MODEL_DIRECTORY/../x"), ("b", "/nowhere")):
+        write_model(tmp_path, name, "", CONFIG + parameter("EXECUTION_ENV_PATH", path))
+    async with served(tmp_path) as models:
+        index = await models.server.repository_index()
+    assert ["EXECUTION_ENV_PATH" in entry.reason for entry in index] == [True, True]
+
+
+async def test_instances_draw_different_random_numbers(tmp_path: Path) -> None:
+    """Workers are forked from one process, but do not share NumPy's random state."""
+    code = """
+    class TritonPythonModel:
+        def execute(self, requests):
+            return [response(np.random.rand(1)) for _ in requests]
+    """
+    config = CONFIG.replace("kind: KIND_CPU", "count: 2 kind: KIND_CPU")
+    async with served_model(tmp_path, code, config) as models:
+        drawn = {(await models.infer()).value[0] for _ in range(4)}
+    assert len(drawn) == 4
+
+
+async def test_crashes_leave_nothing_behind(tmp_path: Path) -> None:
+    """After crashes and an unload no descriptor, process or shared memory is left."""
+    code = """
+    class TritonPythonModel:
+        def execute(self, requests):
+            if requests[0].request_id() == "exit":
+                os._exit(1)
+            return [response(tensor(r).as_numpy() * 2) for r in requests]
+    """
+    large = {"IN": np.ones(100_000, np.float32)}
+    write_model(tmp_path, "m", code)
+    async with served(tmp_path) as models:  # imports, helper threads and caches come first
+        await models.infer(inputs=large)
+    gc.collect()
+    before = _resources()
+    async with served(tmp_path) as models:
+        for _ in range(3):
+            await models.infer(inputs=large)
+            await models.infer(inputs=large, id="exit")
+        del models
+    gc.collect()
+    assert _resources() == before
+
+
+def _resources() -> tuple[int, int, int]:
+    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    maps = Path("/proc/self/maps").read_text().count("memfd:npuserve")
+    return len(os.listdir("/proc/self/fd")), len(children), maps
