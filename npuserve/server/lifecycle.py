@@ -345,6 +345,10 @@ class Lifecycle:
 
     # ---------------------------------------------------------------- unload
 
+    def add_repository(self, path: str) -> None:
+        """Look for models in one more repository from now on."""
+        self._factory.more_repositories.append(path)
+
     async def unload(self, name: str, unload_dependents: bool = False) -> None:
         """Begin to unload; returns once new requests are refused. Unknown names are fine."""
         entry = self.entries.get(name)

@@ -37,13 +37,16 @@ class ModelFactory:
     def __init__(self, server: InferenceServer) -> None:
         self._server = server
         self._options = server.options
+        # Besides those of the options: SageMaker names folders while the server runs.
+        self.more_repositories: list[str] = []
         self.backends = BackendRegistry(directory=server.options.backend_directory)
 
     # ---------------------------------------------------------------- repository (may block)
 
     def scan(self) -> Scan:
         """What the repositories hold now."""
-        return model_repository.scan(self._options.model_repository, self._options)
+        repositories = (*self._options.model_repository, *self.more_repositories)
+        return model_repository.scan(repositories, self._options)
 
     def load_config(self, directory: ModelDirectory, override_json: str | None) -> ModelConfig:
         """Parsed and normalised configuration; raises with file, line and field."""
