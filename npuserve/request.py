@@ -48,6 +48,9 @@ class InferenceRequest:
         on_cancel: set by whoever holds the request at the moment (queue, worker) to learn of a
             cancellation; called at most once, on the loop's thread.
         on_release: called once, after the final response was handed over.
+        on_hold: set by what executes a request of a decoupled model: asks it (True) to hold
+            responses back since their reader is behind, or (False) to go on. Loop thread.
+        held: whether responses are held back now.
         on_reschedule: set by a scheduler that takes the request back after an execution to
             execute it again (iterative sequences); None where models may not ask for that.
         model: the server's Model that serves it, set when the request was accepted.
@@ -61,10 +64,11 @@ class InferenceRequest:
     """
 
     __slots__ = (
-        "batch_size", "cancelled", "compute_ns", "compute_start_ns", "correlation_id", "filler", "finished",
-        "flags", "id", "inputs", "model", "model_name", "model_version", "on_cancel",
-        "on_release", "on_reschedule", "on_response", "parameters", "parent", "priority",
-        "queue_ns", "requested_outputs", "response_count", "scheduling", "start_ns", "timeout_us", "trace",
+        "batch_size", "cancelled", "compute_ns", "compute_start_ns", "correlation_id", "filler",
+        "finished", "flags", "held", "id", "inputs", "model", "model_name", "model_version",
+        "on_cancel", "on_hold", "on_release", "on_reschedule", "on_response", "parameters",
+        "parent", "priority", "queue_ns", "requested_outputs", "response_count", "scheduling",
+        "start_ns", "timeout_us", "trace",
     )  # fmt: skip
 
     def __init__(
@@ -108,6 +112,8 @@ class InferenceRequest:
         self.response_count = 0
         self.cancelled = False
         self.finished = False
+        self.on_hold: Callable[[bool], None] | None = None
+        self.held = False
         self.filler = False  # stands in an empty sequence slot: no client, no statistics
 
     def __repr__(self) -> str:
@@ -127,6 +133,8 @@ class InferenceRequest:
         if final:
             self.finished = True
             self.on_cancel = None
+            if self.held:
+                self.hold(False)
         if response is not None:
             self.response_count += 1
         try:
@@ -147,6 +155,18 @@ class InferenceRequest:
         if self.cancelled or self.finished:
             return
         self.cancelled = True
+        self.hold(False)
         callback, self.on_cancel = self.on_cancel, None
         if callback is not None:
             callback(self)
+
+    def hold(self, held: bool) -> None:
+        """Ask for no more responses for now, or for them to go on. Loop thread only.
+
+        A wish: what is on its way still comes. Ends by itself with the request.
+        """
+        if held == self.held or (held and (self.finished or self.cancelled)):
+            return
+        self.held = held
+        if self.on_hold is not None:
+            self.on_hold(held)

@@ -169,6 +169,12 @@ class ExecutionBatch(Protocol):
         an error.
         """
 
+    def execution_over(self) -> None:
+        """`LoopInstance` only, optional: the instance could begin the next batch now.
+
+        To be called before the answers of this one are sent; `done` must still follow.
+        """
+
     def done(self, error: NpuserveError | None = None) -> None:
         """`LoopInstance` only: the execution ended and the instance can take the next batch.
 
@@ -245,6 +251,12 @@ class LoopInstance:
     def start(self, batch: ExecutionBatch) -> None:
         """Begin executing; must end in `batch.done()`, whatever happens."""
         raise NotImplementedError
+
+    def hold(self, held: bool) -> None:
+        """Hold responses of decoupled requests back, as their reader is behind, or go on.
+
+        Best effort; an instance that cannot hold them lets them gather in the server.
+        """
 
     async def finalize(self) -> None:
         """Free everything; also called after a failed `initialize`."""

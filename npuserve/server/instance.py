@@ -50,8 +50,8 @@ class Batch:
     """
 
     __slots__ = (
-        "_failed", "_finished", "_input_ready_ns", "_is_done", "_kept_open", "_output_ready_ns",
-        "_rescheduled", "_response_ns", "_times",
+        "_failed", "_finished", "_freed", "_input_ready_ns", "_is_done", "_kept_open",
+        "_output_ready_ns", "_rescheduled", "_response_ns", "_times",
         "batch_size", "instance", "requests", "start_ns",
     )  # fmt: skip
 
@@ -65,6 +65,7 @@ class Batch:
         self._input_ready_ns = 0
         self._output_ready_ns = 0
         self._is_done = False
+        self._freed = False  # the instance may have its next batch already
         self._times = (0, 0, 0)
         self._failed: set[int] | None = None  # id(request) of those that had an error response
         self._kept_open: set[int] | None = None
@@ -158,7 +159,17 @@ class Batch:
         for request in self._finished:
             self._count(request)
         self._finished = []
-        self.instance.finished(self)
+        self._free()
+
+    def execution_over(self) -> None:
+        """See `ExecutionBatch.execution_over`."""
+        if self.instance.pool.frees_early:
+            self._free()
+
+    def _free(self) -> None:
+        if not self._freed:
+            self._freed = True
+            self.instance.finished(self)
 
     def _compute_ns(self, end_ns: int) -> tuple[int, int, int]:
         """Durations of compute_input, compute_infer and compute_output, if it ends then."""
@@ -245,6 +256,7 @@ class ThreadBatch(Batch):
         if outbox is not None and threading.get_ident() == self.instance.thread_id:
             outbox.append((request, response, final))
         else:
+            self.instance.wait_for_readers()
             self.instance.post(self._deliver, request, response, final)
 
     def reschedule(self, request: InferenceRequest) -> None:
@@ -257,6 +269,7 @@ class ThreadBatch(Batch):
         error: NpuserveError | None,
     ) -> None:
         """Loop thread: deliver what `execute` left, then end the batch."""
+        self.execution_over()
         for request, response, final in outbox or ():
             self._deliver(request, response, final)
         self.done(error)
@@ -295,6 +308,10 @@ class Instance:
         self._loop = pool.loop
         self._mailbox: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         self._mail_announced = False
+        self._held = 0  # requests whose reader is behind
+        self._go_on = threading.Event()
+        self._go_on.set()
+        self._loop_thread_id = threading.get_ident()
 
     @property
     def available(self) -> bool:
@@ -333,7 +350,29 @@ class Instance:
                 request.trace.begin_execution(request)
             if not request.filler:
                 pending += 1
+            if self.decoupled:
+                request.on_hold = self._hold
+                if request.held:
+                    self._hold(True)
         self.statistics.pending -= pending
+
+    def _hold(self, held: bool) -> None:
+        """A reader fell behind or caught up: the whole instance waits, as in Triton."""
+        before = self._held
+        self._held += 1 if held else -1
+        if bool(before) != bool(self._held):
+            self._set_held(held)
+
+    def _set_held(self, held: bool) -> None:
+        if held:
+            self._go_on.clear()
+        else:
+            self._go_on.set()
+
+    def wait_for_readers(self) -> None:
+        """Block a model's thread while responses are held back; never the loop's."""
+        if not self._go_on.is_set() and threading.get_ident() != self._loop_thread_id:
+            self._go_on.wait()
 
     def finished(self, batch: Batch) -> None:
         """Called by a batch at its end: the instance can take another one."""
@@ -385,6 +424,9 @@ class LoopDrivenInstance(Instance):
 
     def _available_changed(self) -> None:
         self.pool.availability_changed(self)
+
+    def _set_held(self, held: bool) -> None:
+        self.backend_instance.hold(held)
 
 
 class ThreadInstance(Instance):
@@ -521,6 +563,9 @@ class InstancePool:
         self.reshape_outputs: Callable[[InferenceResponse], None] | None = None
         # Asked before an instance gets a batch, told afterwards (server/rate_limiter.py).
         self.rate_limiter: Any = None
+        # The scheduler may start the next batch before the answers of the last one are out, so
+        # that the device does not wait for them. Not where the next one needs what they carry.
+        self.frees_early = False
         # Batches in flight by card, of all models if they share the counter; CPU is card -1.
         self.card_load: Counter[int] = Counter()
         self._next = 0

@@ -206,13 +206,20 @@ class InferStream:
     def _send(self, reply: Parts) -> None:
         self._call.send(reply)
         if not self._paused and self._call.unsent >= self._max_unsent:
-            self._paused = True
+            self._pause(True)
             self._call.pause_reading()
 
     def _sent(self) -> None:
         if self._paused and self._call.unsent < self._max_unsent:
-            self._paused = False
+            self._pause(False)
             self._call.resume_reading()
+
+    def _pause(self, paused: bool) -> None:
+        """Slow down both who asks on this stream and who answers."""
+        self._paused = paused
+        for exchange in list(self._open):
+            if exchange.request is not None:
+                exchange.request.hold(paused)
 
     def _end_if_done(self) -> None:
         if self._half_closed and not self._open and not self._order and not self._ended:
