@@ -445,12 +445,14 @@ class EnsembleRun:
 
     def _answer(self) -> None:
         """Send what is complete; end the request when nothing is left to do."""
-        self._collect()
-        scheduler, request, outbox = self._scheduler, self._request, self._outbox
+        request, outbox = self._request, self._outbox
         over = not self._calls and (not self._held or request.cancelled)
-        decoupled = scheduler.graph.decoupled
+        decoupled = self._scheduler.graph.decoupled
+        if not over and not decoupled:
+            return
+        self._collect()
         if not over:
-            while decoupled and outbox:
+            while outbox:
                 request.deliver(outbox.popleft(), False)
             return
         if not outbox and request.cancelled:
