@@ -1,0 +1,1 @@
+"""For authors of models and backends, and for our own tests: servers, clock, simulator, kit."""

@@ -14,12 +14,13 @@ from npuserve.model_config import ModelConfig
 
 OPSET = 17
 
-Shape = Sequence[int | str | None]
+Shape = Sequence[object]  # sizes; a name or None for a free dimension
 
 
 def value(name: str, elem_type: int, shape: Shape) -> Any:
     """An input or output of a graph."""
-    return helper.make_tensor_value_info(name, elem_type, list(shape))
+    dims: Any = list(shape)
+    return helper.make_tensor_value_info(name, elem_type, dims)
 
 
 def save(
