@@ -163,7 +163,10 @@ def shares_session(context: BackendModelContext, placement: Placement) -> bool:
     shared, the weights are in memory once and all instances together use as many threads as
     there are cores.
     """
-    return placement.kind != "GPU" and _flag(context, "share_session_between_instances", True)
+    on_card = placement.kind == "GPU" and any(
+        provider in _DEVICE_PROVIDERS for provider in runtime().get_available_providers()
+    )
+    return not on_card and _flag(context, "share_session_between_instances", True)
 
 
 def as_npuserve_error(error: Exception) -> NpuserveError:
