@@ -331,9 +331,18 @@ class SequenceSlots:
 
     def expire_idle(self, now_ns: int) -> None:
         """Forget sequences that have been idle too long."""
+        self._drop_idle(now_ns - self._idle_ns, now_ns)
+
+    def make_room(self, now_ns: int) -> None:
+        """Forget every idle sequence, so that the backlog can run; for a model that stops."""
+        if self._backlog:
+            self._drop_idle(now_ns, now_ns)
+
+    def _drop_idle(self, since_ns: int, now_ns: int) -> None:
+        """Forget the sequences that are idle since then or longer."""
         while self._idle:
-            sequence, since_ns = next(iter(self._idle.items()))
-            if now_ns - since_ns < self._idle_ns:
+            sequence, idle_ns = next(iter(self._idle.items()))
+            if idle_ns > since_ns:
                 break
             sequence.ended = True
             self._close(sequence, now_ns)

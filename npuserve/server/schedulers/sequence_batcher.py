@@ -306,8 +306,14 @@ class SequenceBatcher:
             request.on_response = partial(self._absorb, sequence, request.on_response)
 
     def stop(self) -> None:
-        """See `Scheduler.stop`. Live sequences go on, new ones are refused."""
+        """See `Scheduler.stop`. Live sequences go on, new ones are refused.
+
+        But what is queued must not wait for clients that may never come back: from now on an
+        idle sequence gives its slot to the backlog at once.
+        """
         self._stopping = True
+        self._slots.make_room(self._clock.now_ns())
+        self._wake()
 
     # ---------------------------------------------------------------- starting batches
 
@@ -401,7 +407,10 @@ class SequenceBatcher:
     ) -> None:
         """A request has its final response; the next one of its sequence may run."""
         if sequence.running is request:
-            self._slots.done(sequence, self._clock.now_ns())
+            now_ns = self._clock.now_ns()
+            self._slots.done(sequence, now_ns)
+            if self._stopping:
+                self._slots.make_room(now_ns)
             # With a batch in flight its end will look for the next one, with all that came back.
             if sequence.instance < 0 or not self._instances[sequence.instance].inflight:
                 self._wake()

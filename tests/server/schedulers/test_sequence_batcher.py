@@ -235,6 +235,18 @@ def test_a_stopping_model_refuses_new_sequences_only() -> None:
     assert last.ok
 
 
+def test_a_stopping_model_runs_its_backlog_without_waiting_for_idle_clients() -> None:
+    """An unload ends as soon as what was queued is done."""
+    model = Model("max_sequence_idle_microseconds: 60000000", max_batch_size=1)
+    model.send(1, SEQUENCE_START)
+    model.run_all()
+    running, queued = model.send(2, SEQUENCE_START), model.send(3, SEQUENCE_START)
+    model.batcher.stop()
+    model.run_all()
+    assert running.ok
+    assert queued.ok
+
+
 # ---------------------------------------------------------------- direct
 
 
