@@ -158,7 +158,7 @@ def run_options(context: BackendModelContext) -> Any:
 def shares_session(context: BackendModelContext, placement: Placement) -> bool:
     """Whether the instance uses the one session of the model version.
 
-    Differs from Triton: CPU instances share a session unless
+    # Differs from Triton: CPU instances share a session unless
     `share_session_between_instances` says no. A session may run in several threads at once;
     shared, the weights are in memory once and all instances together use as many threads as
     there are cores.

@@ -202,7 +202,7 @@ class OnnxruntimeBackend(Backend):
 def _decoded(array: NDArray[Any], name: str) -> NDArray[Any]:
     """Text as onnxruntime takes it: its Python interface knows str only.
 
-    Differs from Triton: bytes that are no UTF-8 are refused, not passed on.
+    # Differs from Triton: bytes that are no UTF-8 are refused, not passed on.
     """
     texts = np.empty(array.shape, np.object_)
     try:
