@@ -103,6 +103,7 @@ class FakePool:
     decoupled: bool = False
     on_free: Callable[[FakeInstance], None] | None = None
     rate_limiter: Any = None
+    frees_early: bool = False
 
     @property
     def loop(self) -> FakeClock:

@@ -35,6 +35,7 @@ class DefaultScheduler:
         self._draining = False
         self._on_cancel = self._cancelled  # made once, not for every request
         context.instances.on_free = self._instance_free
+        context.instances.frees_early = True
 
     @property
     def queued(self) -> int:

@@ -71,6 +71,7 @@ class DynamicBatcher:
         self._ended_ns: dict[int, int] = {}
         self._on_cancel = self._cancelled  # made once, not for every request
         context.instances.on_free = self._instance_free
+        context.instances.frees_early = True
 
     @property
     def queued(self) -> int:
