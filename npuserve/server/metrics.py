@@ -13,13 +13,25 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from prometheus_client import Metric
 
 from npuserve.server.custom_metrics import CustomMetrics, add_histogram
 from npuserve.server.latency import FIRST_RESPONSE_BUCKETS_MS, LatencyDetail
 from npuserve.server.machine import Machine
+from npuserve.server.metric_families import (
+    CACHE_COUNTERS,
+    CACHE_LATENCY_COUNTERS,
+    CACHE_SUMMARIES,
+    COUNTERS,
+    LATENCY_COUNTERS,
+    SUCCESS,
+    SUMMARIES,
+    Counter,
+    all_readers,
+    failure_reader,
+)
 from npuserve.server.npu_metrics import NpuMetrics
 from npuserve.server.response_cache import LocalStore
 from npuserve.server.statistics import FailureReason
@@ -36,100 +48,6 @@ logger = logging.getLogger(__name__)
 
 _DEFAULT_QUANTILES = "0.5:0.05,0.9:0.01,0.95:0.001,0.99:0.001,0.999:0.001"
 _FIRST_RESPONSE = "nv_inference_first_response_histogram_ms"
-
-
-class _Counter(NamedTuple):
-    """A counter family of every model version and where its value is."""
-
-    name: str
-    help: str
-    read: Callable[[ModelStatistics], int]
-
-
-_COUNTERS = (
-    _Counter(
-        "nv_inference_count",
-        "Number of inferences performed (does not include cached requests)",
-        lambda s: s.inference_count,
-    ),
-    _Counter(
-        "nv_inference_exec_count",
-        "Number of model executions performed (does not include cached requests)",
-        lambda s: s.execution_count,
-    ),
-)
-_LATENCY_COUNTERS = (
-    _Counter(
-        "nv_inference_request_duration_us",
-        "Cumulative inference request duration in microseconds (includes cached requests)",
-        lambda s: s.success.ns // 1_000,
-    ),
-    _Counter(
-        "nv_inference_queue_duration_us",
-        "Cumulative inference queuing duration in microseconds (includes cached requests)",
-        lambda s: s.queue.ns // 1_000,
-    ),
-    _Counter(
-        "nv_inference_compute_input_duration_us",
-        "Cumulative compute input duration in microseconds (does not include cached requests)",
-        lambda s: s.compute_input.ns // 1_000,
-    ),
-    _Counter(
-        "nv_inference_compute_infer_duration_us",
-        "Cumulative compute inference duration in microseconds (does not include cached requests)",
-        lambda s: s.compute_infer.ns // 1_000,
-    ),
-    _Counter(
-        "nv_inference_compute_output_duration_us",
-        "Cumulative inference compute output duration in microseconds (does not include cached "
-        "requests)",
-        lambda s: s.compute_output.ns // 1_000,
-    ),
-)
-_CACHE_COUNTERS = (
-    _Counter(
-        "nv_cache_num_hits_per_model",
-        "Number of cache hits per model",
-        lambda s: s.cache_hit.count,
-    ),
-    _Counter(
-        "nv_cache_num_misses_per_model",
-        "Number of cache misses per model",
-        lambda s: s.cache_miss.count,
-    ),
-)
-_CACHE_LATENCY_COUNTERS = (
-    _Counter(
-        "nv_cache_hit_duration_per_model",
-        "Total cache hit duration per model, in microseconds",
-        lambda s: s.cache_hit.ns // 1_000,
-    ),
-    _Counter(
-        "nv_cache_miss_duration_per_model",
-        "Total cache miss duration per model, in microseconds",
-        lambda s: s.cache_miss.ns // 1_000,
-    ),
-)
-# (duration, family, help)
-_SUMMARIES = (
-    ("request", "nv_inference_request_summary_us",
-     "Summary of inference request duration in microseconds (includes cached requests)"),
-    ("queue", "nv_inference_queue_summary_us",
-     "Summary of inference queuing duration in microseconds (includes cached requests)"),
-    ("compute_input", "nv_inference_compute_input_summary_us",
-     "Summary of compute input duration in microseconds (does not include cached requests)"),
-    ("compute_infer", "nv_inference_compute_infer_summary_us",
-     "Summary of compute inference duration in microseconds (does not include cached requests)"),
-    ("compute_output", "nv_inference_compute_output_summary_us",
-     "Summary of inference compute output duration in microseconds (does not include cached "
-     "requests)"),
-)  # fmt: skip
-_CACHE_SUMMARIES = (
-    ("cache_hit", "nv_cache_hit_summary_per_model",
-     "Summary of cache hit duration per model, in microseconds"),
-    ("cache_miss", "nv_cache_miss_summary_per_model",
-     "Summary of cache miss duration per model, in microseconds"),
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -225,7 +143,7 @@ class ServerMetrics:
         if not series.models:
             del self._series[key]
             return
-        for name, read in _all_readers():
+        for name, read in all_readers():
             series.gone[name] = series.gone.get(name, 0) + read(model.statistics)
 
     def _labels(self, model: Model) -> dict[str, str]:
@@ -246,10 +164,10 @@ class ServerMetrics:
     def collect(self) -> Iterator[Metric]:
         """All families, Triton's first."""
         yield from self._request_families()
-        for counter in _COUNTERS:
+        for counter in COUNTERS:
             yield self._counter_family(counter)
         if self.config.counter_latencies:
-            for counter in _LATENCY_COUNTERS:
+            for counter in LATENCY_COUNTERS:
                 yield self._counter_family(counter)
         yield from self._model_gauges()
         if self._server.cache is not None:
@@ -268,7 +186,7 @@ class ServerMetrics:
         yield from self._server.custom_metrics.collect()
 
     def _request_families(self) -> Iterator[Metric]:
-        yield self._counter_family(_SUCCESS)
+        yield self._counter_family(SUCCESS)
         failure = Metric(
             "nv_inference_request_failure",
             "Number of failed inference requests, all batch sizes",
@@ -279,11 +197,11 @@ class ServerMetrics:
                 failure.add_sample(
                     failure.name,
                     series.labels | {"reason": reason.value},
-                    series.read(*_failure_reader(reason)),
+                    series.read(*failure_reader(reason)),
                 )
         yield failure
 
-    def _counter_family(self, counter: _Counter, caching_only: bool = False) -> Metric:
+    def _counter_family(self, counter: Counter, caching_only: bool = False) -> Metric:
         family = Metric(counter.name, counter.help, "counter")
         for series in self._series.values():
             if series.caching or not caching_only:
@@ -307,9 +225,9 @@ class ServerMetrics:
         yield load
 
     def _model_cache_families(self) -> Iterator[Metric]:
-        counters: tuple[_Counter, ...] = _CACHE_COUNTERS
+        counters: tuple[Counter, ...] = CACHE_COUNTERS
         if self.config.counter_latencies:
-            counters += _CACHE_LATENCY_COUNTERS
+            counters += CACHE_LATENCY_COUNTERS
         for counter in counters:
             yield self._counter_family(counter, caching_only=True)
 
@@ -331,11 +249,11 @@ class ServerMetrics:
         caching = [series for series in every if series.caching]
         # Triton has no request summary for models that use the cache.
         plain = [series for series in every if not series.caching]
-        for duration, name, text in _SUMMARIES:
+        for duration, name, text in SUMMARIES:
             shown = plain if duration == "request" else every
             yield self._summary_family(duration, name, text, shown)
         if self._server.cache is not None:
-            for duration, name, text in _CACHE_SUMMARIES:
+            for duration, name, text in CACHE_SUMMARIES:
                 yield self._summary_family(duration, name, text, caching)
 
     def _summary_family(self, duration: str, name: str, text: str, shown: list[_Series]) -> Metric:
@@ -364,26 +282,6 @@ class ServerMetrics:
             "Pinned memory pool used memory size, in bytes",
             self._server.buffer_pool.leased_bytes,
         )
-
-
-_SUCCESS = _Counter(
-    "nv_inference_request_success",
-    "Number of successful inference requests, all batch sizes",
-    lambda s: s.success.count,
-)
-
-
-def _failure_reader(reason: FailureReason) -> tuple[str, Callable[[ModelStatistics], int]]:
-    return f"failure {reason.value}", lambda statistics: statistics.failures[reason]
-
-
-def _all_readers() -> Iterator[tuple[str, Callable[[ModelStatistics], int]]]:
-    for counter in (
-        _SUCCESS, *_COUNTERS, *_LATENCY_COUNTERS, *_CACHE_COUNTERS, *_CACHE_LATENCY_COUNTERS,
-    ):  # fmt: skip
-        yield counter.name, counter.read
-    for reason in FailureReason:
-        yield _failure_reader(reason)
 
 
 def _key(model: Model) -> tuple[str, str, int]:

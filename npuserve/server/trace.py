@@ -13,24 +13,24 @@ import itertools
 import json
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
-from npuserve.errors import InternalError, InvalidArgumentError, UnsupportedError
+from npuserve.errors import InvalidArgumentError, UnsupportedError
+from npuserve.server.trace_settings import (
+    SETTINGS,
+    Sampler,
+    SettingValue,
+    TraceSettings,
+    known_levels,
+)
 
 if TYPE_CHECKING:
     from npuserve.options import ServerOptions
     from npuserve.request import InferenceRequest, ResponseCallback
     from npuserve.response import InferenceResponse
     from npuserve.tensor import Tensor
-
-LEVELS = ("OFF", "TIMESTAMPS", "TENSORS", "MIN", "MAX")
-
-_MAX_UINT32 = (1 << 32) - 1
-
-# A setting as the protocol has it: `trace_level` is a list, the others are texts.
-SettingValue = str | list[str]
 
 _now_ns = time.monotonic_ns
 
@@ -43,23 +43,6 @@ class TraceContext:
     def __init__(self, traceparent: str, tracestate: str = "") -> None:
         self.traceparent = traceparent
         self.tracestate = tracestate
-
-
-@dataclass(frozen=True)
-class TraceSettings:
-    """What can be set for all models or one.
-
-    Attributes:
-        levels: of LEVELS, without OFF; empty is off.
-        rate: every rate-th request is traced.
-        count: traces left to take; -1 for no end.
-        log_frequency: traces a file holds; 0 for all in one.
-    """
-
-    levels: tuple[str, ...] = ()
-    rate: int = 1000
-    count: int = -1
-    log_frequency: int = 0
 
 
 class Exporter(Protocol):
@@ -164,25 +147,6 @@ class Trace:
         self._exporter.export(self)
 
 
-class _Sampler:
-    """Counts requests and decides, by the settings of all models or of one."""
-
-    def __init__(self, settings: TraceSettings) -> None:
-        self.settings = settings
-        self._seen = 0
-
-    def sample(self) -> bool:
-        settings = self.settings
-        if not settings.levels or not settings.count:
-            return False
-        self._seen += 1
-        if self._seen % settings.rate:
-            return False
-        if settings.count > 0:
-            self.settings = replace(settings, count=settings.count - 1)
-        return True
-
-
 class Tracer:
     """Trace settings and sampling of the server. Loop thread only.
 
@@ -195,12 +159,12 @@ class Tracer:
         self.active = False
         self._config = config
         self._start_up = TraceSettings(
-            _levels(config.level), config.rate, config.count, config.log_frequency
+            known_levels(config.level), config.rate, config.count, config.log_frequency
         )
-        self._global = _Sampler(self._start_up)
+        self._global = Sampler(self._start_up)
         # What was set for single models; a model's sampler exists as long as it has any.
         self._overrides: dict[str, dict[str, object]] = {}
-        self._samplers: dict[str, _Sampler] = {}
+        self._samplers: dict[str, Sampler] = {}
         self._ids = itertools.count(1)
         self._exporter: Exporter | None = None
         self._refresh()
@@ -288,8 +252,7 @@ class Tracer:
             model: the model it is for; "" for all models without settings of their own.
 
         Raises:
-            InternalError: a value that cannot be read.
-            InvalidArgumentError: a value that makes no sense.
+            InvalidArgumentError: a value that cannot be read or makes no sense.
             UnsupportedError: the file cannot be changed while the server runs.
         """
         if "trace_file" in changes:
@@ -298,7 +261,7 @@ class Tracer:
             )
         parsed = {
             field: None if value is None or value == [] else parse(key, value)
-            for key, (field, parse) in _SETTINGS.items()
+            for key, (field, parse) in SETTINGS.items()
             if key in changes
             for value in (changes[key],)
         }
@@ -331,7 +294,7 @@ class Tracer:
         settings = self._checked(self._merged(overrides))
         if overrides:
             self._overrides[model] = overrides
-            self._samplers.setdefault(model, _Sampler(settings)).settings = settings
+            self._samplers.setdefault(model, Sampler(settings)).settings = settings
         else:
             self._overrides.pop(model, None)
             self._samplers.pop(model, None)
@@ -369,55 +332,3 @@ def _respond(
     finally:
         if final:
             trace.end(request)
-
-
-def _levels(texts: tuple[str, ...]) -> tuple[str, ...]:
-    """Levels without OFF; the deprecated MIN and MAX mean TIMESTAMPS."""
-    renamed = ("TIMESTAMPS" if text in ("MIN", "MAX") else text for text in texts)
-    return tuple(dict.fromkeys(text for text in renamed if text != "OFF"))
-
-
-def _parse_level(key: str, value: SettingValue) -> tuple[str, ...]:
-    del key
-    # Unknown levels are ignored, as Triton does.
-    texts = [value] if isinstance(value, str) else [text for text in value if text in LEVELS]
-    if "OFF" in texts and len(texts) > 1:
-        raise InvalidArgumentError("Expect only one trace level 'OFF' is specified")
-    return _levels(tuple(texts))
-
-
-def _parse_unsigned(key: str, value: SettingValue) -> int:
-    text = _scalar(key, value)
-    if not text.removeprefix("-").isdigit():
-        raise InternalError(f"Unable to parse '{key}', got: {text}")
-    if not 0 <= int(text) <= _MAX_UINT32:
-        raise InternalError(
-            f"Unable to parse '{key}', value is out of range [ 0, {_MAX_UINT32} ], got: {text}"
-        )
-    return int(text)
-
-
-def _parse_count(key: str, value: SettingValue) -> int:
-    text = _scalar(key, value)
-    if not text.removeprefix("-").isdigit():
-        raise InternalError(f"Unable to parse '{key}', got: {text}")
-    if int(text) < -1:
-        raise InternalError(f"Unable to parse '{key}'. Expecting value >= -1, got:{text}")
-    return int(text)
-
-
-def _scalar(key: str, value: SettingValue) -> str:
-    if isinstance(value, str):
-        return value
-    if len(value) != 1:
-        raise InvalidArgumentError(f"expect only 1 value for '{key}'")
-    return value[0]
-
-
-# Name in the protocol → field of TraceSettings and how its value is read.
-_SETTINGS = {
-    "trace_level": ("levels", _parse_level),
-    "trace_rate": ("rate", _parse_unsigned),
-    "trace_count": ("count", _parse_count),
-    "log_frequency": ("log_frequency", _parse_unsigned),
-}

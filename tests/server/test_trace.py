@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from npuserve.errors import InternalError, InvalidArgumentError, NpuserveError, UnsupportedError
+from npuserve.errors import InvalidArgumentError, NpuserveError, UnsupportedError
 from npuserve.flag_values import TraceOptions
 from npuserve.options import ServerOptions
 from npuserve.request import InferenceRequest
-from npuserve.server.trace import SettingValue, TraceContext, Tracer
+from npuserve.server.trace import TraceContext, Tracer
+from npuserve.server.trace_settings import SettingValue
 from tests.server.models import infer, serve, write_model
 
 
@@ -82,10 +83,10 @@ def test_a_model_may_differ_and_falls_back_when_cleared() -> None:
     ("changes", "error", "message"),
     [
         ({"trace_file": "x"}, UnsupportedError, "can not be updated through network protocol"),
-        ({"trace_rate": "x"}, InternalError, "Unable to parse 'trace_rate', got: x"),
-        ({"trace_rate": "-1"}, InternalError, r"out of range \[ 0, 4294967295 \], got: -1"),
+        ({"trace_rate": "x"}, InvalidArgumentError, "Unable to parse 'trace_rate', got: x"),
+        ({"trace_rate": "-1"}, InvalidArgumentError, r"out of range \[ 0, 4294967295 \], got: -1"),
         ({"trace_rate": "0"}, InvalidArgumentError, "setting :sample rate must be non-zero"),
-        ({"trace_count": "-2"}, InternalError, "Expecting value >= -1, got:-2"),
+        ({"trace_count": "-2"}, InvalidArgumentError, "Expecting value >= -1, got:-2"),
         ({"trace_rate": ["1", "2"]}, InvalidArgumentError, "expect only 1 value for 'trace_rate'"),
         (
             {"trace_level": ["OFF", "TIMESTAMPS"]},
