@@ -1,10 +1,10 @@
-"""A repository in an S3-compatible store: a real server, a real client library."""
+"""Repositories in object stores: real servers, real client libraries."""
 
 from __future__ import annotations
 
-import threading
+import os
+import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,95 +14,84 @@ from npuserve.errors import InternalError
 from npuserve.model_repository import (
     ModelDirectory,
     Scan,
+    cloud,
     fingerprint,
     load_config,
     scan,
     select_versions,
 )
-from npuserve.model_repository.cloud import close_cloud_repositories
+from npuserve.model_repository.cloud import CloudRepository, close_cloud_repositories
 from npuserve.options import ServerOptions
-
-pytest.importorskip("s3fs")
-moto_server = pytest.importorskip("moto.server")
+from npuserve.server.core import InferenceServer
+from tests.model_repository import stores
+from tests.model_repository.stores import Store
 
 OPTIONS = ServerOptions()
-CONFIG = b'backend: "python" max_batch_size: 2'
+CONFIG = b'backend: "identity" max_batch_size: 2'
 
 
-@dataclass
-class Bucket:
-    """A bucket of the store, written to through botocore."""
+@pytest.fixture(autouse=True)
+def kept_filesystems(monkeypatch: pytest.MonkeyPatch) -> None:
+    """File systems live until the process ends.
 
-    client: Any
-    endpoint: str
-    name: str
+    Their libraries close connections in finalizers, which would run in whatever test happens to
+    collect garbage and fail that one.
+    """
 
-    @property
-    def url(self) -> str:
-        return f"s3://{self.endpoint}/{self.name}/models"
+    def open_and_keep(url: str) -> Any:
+        _kept.append(open_filesystem(url))
+        return _kept[-1]
 
-    def put(self, key: str, body: bytes = b"") -> None:
-        self.client.put_object(Bucket=self.name, Key=f"models/{key}", Body=body)
+    open_filesystem = cloud._open_filesystem
+    monkeypatch.setattr(cloud, "_open_filesystem", open_and_keep)
 
-    def delete(self, key: str) -> None:
-        self.client.delete_object(Bucket=self.name, Key=f"models/{key}")
 
-    def scan(self) -> Scan:
-        return scan([self.url], OPTIONS)
-
-    def model(self, name: str) -> ModelDirectory:
-        return self.scan().models[name]
+_kept: list[Any] = []
 
 
 @pytest.fixture(scope="module")
-def endpoint() -> Iterator[str]:
-    """host:port of a store in this process."""
-    from werkzeug.serving import WSGIRequestHandler, make_server
-
-    class Handler(WSGIRequestHandler):
-        def send_response(self, code: int, message: str | None = None) -> None:
-            # Without werkzeug's `Server`: moto sends one too, and aiohttp refuses two.
-            self.send_response_only(code, message)
-
-    application = moto_server.DomainDispatcherApplication(moto_server.create_backend_app)
-    server = make_server("127.0.0.1", 0, application, threaded=True, request_handler=Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield f"127.0.0.1:{server.server_port}"
-    server.shutdown()
-    thread.join()
-    server.server_close()
+def s3_endpoint() -> Iterator[str]:
+    with stores.s3_server() as endpoint:
+        yield endpoint
 
 
-@pytest.fixture
-def bucket(
-    endpoint: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> Iterator[Bucket]:
+@pytest.fixture(scope="module")
+def gs_endpoint() -> Iterator[str]:
+    with stores.gs_server() as endpoint:
+        yield endpoint
+
+
+@pytest.fixture(params=["s3", "gs"])
+def store(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Iterator[Store]:
     """A fresh bucket with one model; its copies go below `tmp_path`."""
-    from botocore.session import Session  # type: ignore[import-untyped]
-
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    make = {"s3": stores.s3_store, "gs": stores.gs_store}[request.param]
     monkeypatch.setenv("TRITON_AWS_MOUNT_DIRECTORY", str(tmp_path))
-    client = Session().create_client("s3", endpoint_url=f"http://{endpoint}")
-    name = request.node.name.replace("_", "-")[:60].strip("-")
-    client.create_bucket(Bucket=name)
-    bucket = Bucket(client, endpoint, name)
-    bucket.put("m/config.pbtxt", CONFIG)
-    bucket.put("m/1/model.py", b"x = 1")
-    yield bucket
-    client.close()
+    monkeypatch.setenv("TRITON_GCS_MOUNT_DIRECTORY", str(tmp_path))
+    name = re.sub(r"[^a-z0-9]+", "-", request.node.name)[:60].strip("-")
+    store = make(request.getfixturevalue(f"{request.param}_endpoint"), name, monkeypatch)
+    store.put("m/config.pbtxt", CONFIG)
+    store.put("m/1/data", b"1")
+    yield store
     close_cloud_repositories()
     assert not list(tmp_path.glob("npuserve-cloud-*"))
 
 
-def test_models_are_listed_and_copied(bucket: Bucket, tmp_path: Path) -> None:
+def look(store: Store) -> Scan:
+    return scan([store.url], OPTIONS)
+
+
+def model(store: Store, name: str = "m") -> ModelDirectory:
+    return look(store).models[name]
+
+
+def test_models_are_listed_and_copied(store: Store, tmp_path: Path) -> None:
     """The copy lies where the mount variable says and holds every file."""
-    bucket.put("m/3/deep/weights.bin", b"123")
-    bucket.put("docs/readme.txt")
-    bucket.put("stray.txt")
-    found = bucket.scan()
+    store.put("m/3/deep/weights.bin", b"123")
+    store.put("docs/readme.txt", b"x")
+    store.put("stray.txt", b"x")
+    found = look(store)
     assert list(found.models) == ["m"]
     directory = found.models["m"]
     assert directory.versions == (1, 3)
@@ -115,74 +104,121 @@ def test_models_are_listed_and_copied(bucket: Bucket, tmp_path: Path) -> None:
     assert directory.path.name == "m"
 
 
-def test_an_empty_version_folder_is_an_object_with_a_slash(bucket: Bucket) -> None:
+def test_an_empty_version_folder_is_an_object_with_a_slash(store: Store) -> None:
     """All that an ensemble has."""
-    bucket.put("e/config.pbtxt", b"name: 'e' backend: 'identity'")
-    bucket.put("e/1/")
-    directory = bucket.model("e")
+    store.put("e/config.pbtxt", b"name: 'e' backend: 'identity'")
+    store.put("e/1/", b"-")  # the emulator takes no empty bodies
+    directory = model(store, "e")
     assert directory.versions == (1,)
     load_config(directory, OPTIONS)
     assert directory.version_path(1).is_dir()
 
 
-def test_a_change_in_the_store_changes_the_fingerprint(bucket: Bucket) -> None:
+def test_a_change_in_the_store_changes_the_fingerprint(store: Store) -> None:
     """Polling sees changed, added and removed objects, and nothing else."""
-    first = fingerprint(bucket.model("m"))
-    assert fingerprint(bucket.model("m")) == first
-    bucket.put("m/1/extra.txt", b"x")
-    second = fingerprint(bucket.model("m"))
+    first = fingerprint(model(store))
+    assert fingerprint(model(store)) == first
+    store.put("m/1/extra.txt", b"x")
+    second = fingerprint(model(store))
     assert second != first
     assert second.config == first.config
-    bucket.delete("m/1/extra.txt")
-    assert fingerprint(bucket.model("m")) == first
-    bucket.put("m/config.pbtxt", CONFIG + b" # longer")
-    third = fingerprint(bucket.model("m"))
+    store.delete("m/1/extra.txt")
+    assert fingerprint(model(store)) == first
+    store.put("m/config.pbtxt", CONFIG + b" # longer")
+    third = fingerprint(model(store))
     assert (third.files, third.config) != (first.files, first.config)
     assert third.files == first.files
 
 
-def test_a_serving_copy_is_not_changed_by_the_next_one(bucket: Bucket) -> None:
+def test_a_serving_copy_is_not_changed_by_the_next_one(store: Store) -> None:
     """The old version keeps its files while the new one is loaded; older copies go."""
     paths = []
     for size in (1, 2, 3):
-        bucket.put("m/1/model.py", b"x" * size)
-        directory = bucket.model("m")
+        store.put("m/1/data", b"x" * size)
+        directory = model(store)
         load_config(directory, OPTIONS)
         paths.append(directory.path)
     assert [path.exists() for path in paths] == [False, True, True]
-    assert (paths[1] / "1" / "model.py").read_bytes() == b"xx"
-    assert (paths[2] / "1" / "model.py").read_bytes() == b"xxx"
+    assert (paths[1] / "1" / "data").read_bytes() == b"xx"
+    assert (paths[2] / "1" / "data").read_bytes() == b"xxx"
 
 
-def test_an_unchanged_model_is_copied_once(bucket: Bucket) -> None:
+def test_an_unchanged_model_is_copied_once(store: Store) -> None:
     """Loading it again reads the copy that is there."""
-    directory = bucket.model("m")
+    directory = model(store)
     load_config(directory, OPTIONS)
     (directory.path / "mark").touch()
-    again = bucket.model("m")
+    again = model(store)
     load_config(again, OPTIONS)
     assert again.path == directory.path
     assert (again.path / "mark").exists()
 
 
-def test_an_object_that_vanishes_while_it_is_copied_fails_the_model(bucket: Bucket) -> None:
+def test_an_object_that_vanishes_while_it_is_copied_fails_the_model(store: Store) -> None:
     """No half copy is taken for the model afterwards."""
-    directory = bucket.model("m")
-    bucket.delete("m/1/model.py")
-    with pytest.raises(InternalError, match="failed to copy model 'm' from s3://"):
+    directory = model(store)
+    store.delete("m/1/data")
+    with pytest.raises(InternalError, match="failed to copy model 'm' from (s3|gs)://"):
         load_config(directory, OPTIONS)
     assert not directory.path.exists()
 
 
-def test_a_repository_that_is_not_there_ends_the_start(bucket: Bucket) -> None:
+def test_a_repository_that_is_not_there_ends_the_start(store: Store) -> None:
     """A wrong bucket must not look like an empty repository."""
-    with pytest.raises(InternalError, match="failed to stat file s3://"):
-        scan([f"{bucket.url}-nowhere"], OPTIONS)
+    with pytest.raises(InternalError, match="failed to stat file (s3|gs)://"):
+        scan([f"{store.url}-nowhere"], OPTIONS)
 
 
-def test_local_and_cloud_repositories_share_one_name_space(bucket: Bucket, tmp_path: Path) -> None:
+def test_local_and_cloud_repositories_share_one_name_space(store: Store, tmp_path: Path) -> None:
     """A name in both is served from neither."""
     (tmp_path / "local" / "m" / "1").mkdir(parents=True)
-    found = scan([str(tmp_path / "local"), bucket.url], OPTIONS)
+    found = scan([str(tmp_path / "local"), store.url], OPTIONS)
     assert found.models == {}
     assert list(found.problems) == ["m"]
+
+
+async def test_a_server_follows_the_store(store: Store) -> None:
+    """Start-up, then polls that find a new version, a new model and one gone."""
+    options = ServerOptions(model_repository=(store.url,), model_control_mode="none")
+    async with InferenceServer(options) as server:
+
+        async def served() -> dict[str, list[str]]:
+            rows = await server.repository_index(ready_only=True)
+            return {row.name: [r.version for r in rows if r.name == row.name] for row in rows}
+
+        assert await served() == {"m": ["1"]}
+        store.put("m/2/data", b"2")
+        store.put("new/config.pbtxt", CONFIG)
+        store.put("new/1/data", b"1")
+        await server.lifecycle.poll_once()
+        assert await served() == {"m": ["2"], "new": ["1"]}
+        store.delete("new/1/data")
+        store.delete("new/config.pbtxt")
+        await server.lifecycle.poll_once()
+        assert await served() == {"m": ["2"]}
+
+
+@pytest.mark.parametrize(
+    ("environ", "anonymous", "credential"),
+    [
+        ({}, True, "NoneType"),
+        ({"AZURE_STORAGE_KEY": "a2V5"}, False, "NoneType"),
+        ({"AZURE_STORAGE_AUTH_TYPE": "default"}, False, "DefaultAzureCredential"),
+        ({"AZURE_STORAGE_AUTH_TYPE": "managed_identity"}, False, "ManagedIdentityCredential"),
+    ],
+)
+def test_azure_s_library_takes_the_credentials(
+    environ: dict[str, str], anonymous: bool, credential: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No emulator has Azure's account hosts, so the contract with the library is tested."""
+    pytest.importorskip("adlfs")
+    for name in [name for name in os.environ if name.startswith("AZURE_")]:
+        monkeypatch.delenv(name)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    repository = CloudRepository("as://account/container/models")
+    filesystem = repository._filesystem
+    assert (filesystem.account_name, filesystem.anon) == ("account", anonymous)
+    assert filesystem.account_key == environ.get("AZURE_STORAGE_KEY")
+    assert type(filesystem.credential).__name__ == credential
+    repository.close()
