@@ -180,6 +180,9 @@ def _open_filesystem(url: str) -> Any:
             f"{name} is needed for {url} and cannot be imported ({error}): "
             "pip install 'npuserve[cloud]'"
         ) from error
+    if location.scheme == "gs":
+        # It warns at every call of a client without credentials.
+        logging.getLogger("gcsfs").setLevel(logging.ERROR)
     if "auth_type" in options:
         options["credential"] = _azure_credential(
             options.pop("auth_type"), options.pop("client_id")
