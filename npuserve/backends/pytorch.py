@@ -1,0 +1,290 @@
+"""The pytorch backend: TorchScript and torch.export models, on NPU cards or on the CPU.
+
+Tensor names in the configuration are the arguments of the model's forward function, or end in
+`__<index>` (INPUT__0), or count by their order. Parameters, as Triton's backend names them:
+
+    INTRA_OP_THREAD_COUNT         threads of each instance
+    INTER_OP_THREAD_COUNT         threads for parallel branches, for the whole process
+    INFERENCE_MODE                "true" (default) or "false": torch.no_grad only
+    DISABLE_OPTIMIZED_EXECUTION   "true": TorchScript without the profiling executor's rewriting
+    ENABLE_WEIGHT_SHARING         "true": instances on one device share one copy of the model
+
+and `torchair`: "max-autotune" or "reduce-overhead" compiles a .pt2 model for the card.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from npuserve.backends.base import Backend, BackendModelContext, ExecutionBatch, ModelInstance
+from npuserve.backends.batch_arrays import batch_element_ranges, split_by_inputs
+from npuserve.backends.model_signature import (
+    DEFAULT_MAX_BATCH_SIZE,
+    complete_config,
+    scheduler_input_names,
+    scheduler_output_names,
+)
+from npuserve.backends.torch_module import (
+    TorchModule,
+    configure_threads,
+    datatype_of,
+    device_of,
+    exported_signature,
+    is_exported,
+    load_module,
+    model_path,
+    positions,
+    runtime,
+)
+from npuserve.errors import InternalError, InvalidArgumentError, NpuserveError
+from npuserve.model_config import datatype_name
+from npuserve.response import InferenceResponse
+from npuserve.tensor import Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from npuserve.backends.base import Placement
+    from npuserve.request import InferenceRequest
+
+
+def _flag(text: str | None, default: bool) -> bool:
+    return default if text is None else text.lower() in ("1", "true", "on")
+
+
+class PytorchBackend(Backend):
+    """See the module."""
+
+    def __init__(self) -> None:
+        self._shared: dict[tuple[str, str], TorchModule] = {}
+        self._lock = threading.Lock()
+
+    def auto_complete(self, context: BackendModelContext) -> None:
+        """See `Backend.auto_complete`. TorchScript files tell no shapes: nothing is filled."""
+        path = model_path(context)
+        if is_exported(path) and not (context.config.input and context.config.output):
+            default = context.backend_options.get("default-max-batch-size")
+            complete_config(
+                context.config,
+                exported_signature(path),
+                DEFAULT_MAX_BATCH_SIZE if default is None else int(default),
+            )
+
+    def load(self, context: BackendModelContext) -> Sequence[ModelInstance]:
+        """See `Backend.load`."""
+        runtime()  # a machine without torch is told before threads start
+        return [PytorchInstance(self, context, placement) for placement in context.placements]
+
+    def unload(self, context: BackendModelContext) -> None:
+        """See `Backend.unload`."""
+        with self._lock:
+            for key in [key for key in self._shared if key[0] == str(context.version_dir)]:
+                del self._shared[key]
+
+    def module(self, context: BackendModelContext, device: str) -> TorchModule:
+        """The model on a device: a new one, or the shared one if the model wants that."""
+        path = model_path(context)
+        if not _flag(context.parameters.get("ENABLE_WEIGHT_SHARING"), False):
+            return load_module(path, device, context.parameters)
+        key = (str(context.version_dir), device)
+        with self._lock:
+            if key not in self._shared:
+                self._shared[key] = load_module(path, device, context.parameters)
+            return self._shared[key]
+
+
+class PytorchInstance(ModelInstance):
+    """One instance in its own thread; torch lets go of the GIL while it computes."""
+
+    def __init__(
+        self, backend: PytorchBackend, context: BackendModelContext, placement: Placement
+    ) -> None:
+        self._backend = backend
+        self._context = context
+        self._placement = placement
+        self._batching = context.config.max_batch_size > 0
+        self._device = "cpu"
+        self._module: TorchModule
+        self._stream: Any = None
+        self._by_name = False
+        self._order: list[str] = []  # inputs by position
+        self._outputs: dict[str, str] = {}  # datatype by name
+        self._output_positions: list[int] | None = None
+        self._states = scheduler_output_names(context.config)
+
+    def initialize(self) -> None:
+        """See `ModelInstance.initialize`."""
+        configure_threads(self._context.parameters)
+        self._device = device_of(self._placement)
+        self._module = self._backend.module(self._context, self._device)
+        if self._device != "cpu":
+            # A stream of its own: instances on one card run side by side.
+            self._stream = runtime().npu.Stream(device=self._device)
+        self._bind_inputs()
+        self._bind_outputs()
+
+    def _bind_inputs(self) -> None:
+        config = self._context.config
+        names = [entry.name for entry in config.input]
+        names += sorted(scheduler_input_names(config) - set(names))
+        arguments = self._module.argument_names
+        self._by_name = bool(names) and set(names) <= set(arguments)
+        if self._by_name:
+            self._order = [name for name in arguments if name in names]
+            return
+        numbers = positions(names, "input")
+        self._order = names
+        if numbers is not None:
+            self._order = [name for _, name in sorted(zip(numbers, names, strict=True))]
+        if len(names) > len(arguments):
+            raise InvalidArgumentError(
+                f"unable to load model '{config.name}', configuration expects {len(names)} inputs, "
+                f"model provides {len(arguments)} ({', '.join(arguments)})"
+            )
+
+    def _bind_outputs(self) -> None:
+        config = self._context.config
+        self._outputs = {entry.name: datatype_name(entry.data_type) for entry in config.output}
+        for state in config.sequence_batching.state:
+            self._outputs.setdefault(state.output_name, datatype_name(state.data_type))
+        self._output_positions = positions(list(self._outputs), "output")
+
+    def execute(self, batch: ExecutionBatch) -> None:
+        """See `ModelInstance.execute`."""
+        for requests in split_by_inputs(batch.requests, self._batching):
+            try:
+                self._run(batch, requests)
+            except NpuserveError as error:
+                for request in requests:
+                    batch.send(request, InferenceResponse.from_error(error))
+
+    def finalize(self) -> None:
+        """See `ModelInstance.finalize`."""
+        self._module = TorchModule(None, [])
+        self._stream = None
+
+    def _run(self, batch: ExecutionBatch, requests: Sequence[InferenceRequest]) -> None:
+        torch = runtime()
+        inference_mode = _flag(self._context.parameters.get("INFERENCE_MODE"), True)
+        plain = _flag(self._context.parameters.get("DISABLE_OPTIMIZED_EXECUTION"), False)
+        stream = (
+            contextlib.nullcontext() if self._stream is None else torch.npu.stream(self._stream)
+        )
+        with (
+            torch.inference_mode() if inference_mode else torch.no_grad(),
+            torch.jit.optimized_execution(not plain),
+            stream,
+        ):
+            feeds = self._feeds(requests)
+            batch.input_ready()
+            try:
+                result = self._module.run(feeds, self._by_name)
+                outputs = self._collect(result)
+            except NpuserveError:
+                raise
+            except Exception as error:  # whatever the model's own code raises
+                raise InternalError(f"PyTorch execute failure: {error}") from error
+            batch.output_ready()
+        self._answer(batch, requests, outputs)
+
+    def _feeds(self, requests: Sequence[InferenceRequest]) -> dict[str, Any]:
+        feeds: dict[str, Any] = {}
+        for name in self._order:
+            if name in requests[0].inputs:
+                feeds[name] = self._feed([request.inputs[name] for request in requests])
+            elif not self._by_name or self._module.positional is not None:
+                raise InvalidArgumentError(f"input '{name}' is missing; the model needs it")
+        return feeds
+
+    def _feed(self, tensors: Sequence[Tensor]) -> Any:
+        """A torch tensor with memory of its own, which the model may write to."""
+        torch = runtime()
+        arrays = [tensor.as_numpy() for tensor in tensors]
+        array = np.concatenate(arrays) if len(arrays) > 1 else arrays[0].copy()
+        datatype = tensors[0].datatype
+        if datatype == "BYTES":
+            return [element.decode() for element in array.reshape(-1)]
+        if datatype == "BF16":
+            return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16).to(self._device)
+        return torch.from_numpy(array).to(self._device)
+
+    def _collect(self, result: Any) -> dict[str, Tensor]:
+        """The configured outputs in what the model returned: a tensor, a sequence or a dict."""
+        if isinstance(result, dict):
+            missing = [name for name in self._outputs if name not in result]
+            if missing:
+                raise InternalError(
+                    f"the model returned {sorted(result)} and no output '{missing[0]}'"
+                )
+            values = [result[name] for name in self._outputs]
+        else:
+            values = self._by_position(result)
+        return {
+            name: self._output(name, value)
+            for name, value in zip(self._outputs, values, strict=True)
+        }
+
+    def _by_position(self, result: Any) -> list[Any]:
+        is_sequence = isinstance(result, (tuple, list)) and not _is_text(result)
+        values = list(result) if is_sequence else [result]
+        numbers = self._output_positions or list(range(len(self._outputs)))
+        if max(numbers, default=-1) >= len(values):
+            raise InternalError(
+                f"the model returned {len(values)} outputs, the configuration has "
+                f"{', '.join(self._outputs)}"
+            )
+        return [values[number] for number in numbers]
+
+    def _output(self, name: str, value: Any) -> Tensor:
+        torch = runtime()
+        if _is_text(value):
+            return Tensor.from_numpy(name, np.array([value], np.object_).reshape(-1))
+        if not isinstance(value, torch.Tensor):
+            raise InternalError(
+                f"output '{name}' must be a tensor, the model returned {type(value).__name__}"
+            )
+        datatype = datatype_of(value)
+        if datatype != self._outputs[name]:
+            raise InternalError(
+                f"output '{name}' is configured as {self._outputs[name]}, the model returned "
+                f"{datatype}"
+            )
+        value = value.detach().to("cpu").contiguous()
+        if datatype == "BF16":
+            array = value.view(torch.int16).numpy().view(np.uint16)
+        else:
+            array = value.numpy()
+        # A scalar goes out as one element, as its configuration has to say.
+        return Tensor.from_numpy(name, np.atleast_1d(array), datatype)
+
+    def _answer(
+        self,
+        batch: ExecutionBatch,
+        requests: Sequence[InferenceRequest],
+        outputs: dict[str, Tensor],
+    ) -> None:
+        ranges = batch_element_ranges(requests) if self._batching else [slice(None)]
+        arrays = {name: tensor.as_numpy() for name, tensor in outputs.items()}
+        rows = sum(request.batch_size for request in requests) if self._batching else None
+        for request, own in zip(requests, ranges, strict=True):
+            wanted = request.requested_outputs
+            response = InferenceResponse([])
+            for name, array in arrays.items():
+                if wanted and name not in wanted and name not in self._states:
+                    continue
+                if rows is not None and array.shape[0] != rows:
+                    raise InternalError(
+                        f"output '{name}' has {array.shape[0]} rows for a batch of {rows}"
+                    )
+                response.outputs.append(Tensor.from_numpy(name, array[own], outputs[name].datatype))
+            batch.send(request, response)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) or (
+        isinstance(value, list) and bool(value) and all(isinstance(item, str) for item in value)
+    )

@@ -1,0 +1,243 @@
+"""What a PyTorch model is loaded from and runs on: files, devices, threads, names.
+
+Two kinds of file: TorchScript (`model.pt`) and `torch.export` programs (`model.pt2`).
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import zipfile
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from npuserve.backends.model_signature import ModelSignature, ModelTensor
+from npuserve.backends.registry import import_runtime
+from npuserve.errors import InternalError, InvalidArgumentError, NotFoundError, UnavailableError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from npuserve.backends.base import BackendModelContext, Placement
+
+logger = logging.getLogger(__name__)
+
+_FILENAMES = ("model.pt", "model.pt2")
+_INDEXED = re.compile(r".+__(\d+)$")
+
+# Names of torch dtypes as `str(dtype)` shows them.
+_DATATYPES = {
+    "torch.bool": "BOOL", "torch.uint8": "UINT8", "torch.uint16": "UINT16",
+    "torch.uint32": "UINT32", "torch.uint64": "UINT64", "torch.int8": "INT8",
+    "torch.int16": "INT16", "torch.int32": "INT32", "torch.int64": "INT64",
+    "torch.float16": "FP16", "torch.float32": "FP32", "torch.float64": "FP64",
+    "torch.bfloat16": "BF16",
+}  # fmt: skip
+
+
+@cache
+def runtime() -> Any:
+    """The torch module.
+
+    Raises:
+        UnavailableError: it is not installed.
+    """
+    return import_runtime("torch", "pip install 'npuserve[torch]'")
+
+
+def datatype_of(tensor: Any) -> str:
+    """Wire datatype of a torch tensor.
+
+    Raises:
+        InternalError: it has none (complex, quantised).
+    """
+    name = _DATATYPES.get(str(tensor.dtype))
+    if name is None:
+        raise InternalError(f"the model returned a tensor of {tensor.dtype}, which has no datatype")
+    return name
+
+
+def model_path(context: BackendModelContext) -> Path:
+    """The configured file, else model.pt or model.pt2.
+
+    Raises:
+        NotFoundError: it is not there.
+    """
+    directory = context.version_dir
+    configured = context.config.default_model_filename
+    names = (configured,) if configured else _FILENAMES
+    for name in names:
+        if (directory / name).is_file():
+            return directory / name
+    raise NotFoundError(
+        f"unable to find '{directory / names[0]}' for model instance '{context.name}'"
+    )
+
+
+def device_of(placement: Placement) -> str:
+    """The torch device of an instance: `npu:N` on cards, else `cpu`.
+
+    Raises:
+        UnavailableError: a card is asked for and torch_npu is not there.
+    """
+    if placement.kind != "GPU":
+        return "cpu"
+    runtime()
+    import_runtime(
+        "torch_npu",
+        "install the torch-npu release that fits torch and CANN, or use KIND_CPU for this model",
+    )
+    torch: Any = runtime()
+    count = torch.npu.device_count()
+    if not 0 <= placement.device_id < count:
+        cards = ", ".join(map(str, range(count))) or "none"
+        raise UnavailableError(f"there is no NPU {placement.device_id}; torch_npu sees: {cards}")
+    return f"npu:{placement.device_id}"
+
+
+@dataclass
+class TorchModule:
+    """A loaded model.
+
+    Attributes:
+        call: runs it.
+        argument_names: of its forward function, in order.
+        positional: arguments that a `torch.export` program takes by position; the others by
+            name. None for TorchScript, which takes all either way.
+    """
+
+    call: Any
+    argument_names: list[str]
+    positional: int | None = None
+
+    def run(self, feeds: Mapping[str, Any], by_name: bool) -> Any:
+        """Call the model.
+
+        Args:
+            feeds: tensors in the order of the arguments.
+            by_name: whether their names are those of the arguments, so that some may be missing.
+        """
+        if self.positional is None:
+            return self.call(**feeds) if by_name else self.call(*feeds.values())
+        values = list(feeds.values())
+        names = self.argument_names[self.positional :]
+        by_keyword = dict(zip(names, values[self.positional :], strict=True))
+        return self.call(*values[: self.positional], **by_keyword)
+
+
+def load_module(path: Path, device: str, parameters: Mapping[str, str]) -> TorchModule:
+    """Load a file onto a device.
+
+    Raises:
+        InternalError: torch refused the file.
+    """
+    torch = runtime()
+    try:
+        if is_exported(path):
+            program = torch.export.load(path)
+            module = program.module().to(device)
+            names = list(program.graph_signature.user_inputs)
+            positional = len(program.example_inputs[0])
+            return TorchModule(_compiled(module, parameters), names, positional)
+        module = torch.jit.load(str(path), map_location=device)
+        module.eval()
+    except Exception as error:  # torch raises whatever it likes for a bad file
+        raise InternalError(f"failed to load model '{path.name}': {error}") from error
+    if parameters.get("torchair"):
+        raise InvalidArgumentError("parameter 'torchair' needs a torch.export file (model.pt2)")
+    schema = module.forward.schema
+    names = [argument.name for argument in schema.arguments if argument.name != "self"]
+    return TorchModule(module, names)
+
+
+def is_exported(path: Path) -> bool:
+    """Whether the file is a `torch.export` program; both kinds are zip archives."""
+    if path.suffix == ".pt2":
+        return True
+    if not zipfile.is_zipfile(path):
+        return False
+    with zipfile.ZipFile(path) as archive:
+        return any(name.endswith("archive_format") for name in archive.namelist())
+
+
+def _compiled(module: Any, parameters: Mapping[str, str]) -> Any:
+    """The module, through torchair's graph mode if the model asks for it.
+
+    Args:
+        parameters: `torchair`: "max-autotune" (GE graphs) or "reduce-overhead" (captured graphs).
+    """
+    mode = parameters.get("torchair")
+    if not mode:
+        return module
+    import_runtime("torch_npu", "install the torch-npu release that fits torch and CANN")
+    torchair = import_runtime("torchair", "it comes with torch-npu")
+    config = torchair.CompilerConfig()
+    config.mode = mode
+    backend = torchair.get_npu_backend(compiler_config=config)
+    return runtime().compile(module, backend=backend, dynamic=False, fullgraph=True)
+
+
+def exported_signature(path: Path) -> ModelSignature:
+    """Inputs and outputs of a `torch.export` program; outputs are called OUTPUT__0 and so on.
+
+    Raises:
+        InternalError: torch refused the file.
+    """
+    try:
+        program = runtime().export.load(path)
+    except Exception as error:  # torch raises whatever it likes for a bad file
+        raise InternalError(f"failed to load model '{path.name}': {error}") from error
+    values = {node.name: node.meta.get("val") for node in program.graph.nodes}
+    signature = program.graph_signature
+    return ModelSignature(
+        tuple(_tensor(name, values[name]) for name in signature.user_inputs),
+        tuple(
+            _tensor(f"OUTPUT__{index}", values[name])
+            for index, name in enumerate(signature.user_outputs)
+        ),
+    )
+
+
+def _tensor(name: str, value: Any) -> ModelTensor:
+    shape = tuple(length if isinstance(length, int) else -1 for length in value.shape)
+    return ModelTensor(name, datatype_of(value), shape)
+
+
+def positions(names: Sequence[str], role: str) -> list[int] | None:
+    """Positions from names such as INPUT__1; None when the names do not follow this convention.
+
+    Raises:
+        InvalidArgumentError: only some do, or two have the same number.
+    """
+    matches = [_INDEXED.match(name) for name in names]
+    numbers = [int(match[1]) for match in matches if match is not None]
+    if not numbers:
+        return None
+    if len(numbers) < len(names) or len(set(numbers)) < len(numbers):
+        raise InvalidArgumentError(
+            f"{role} names {', '.join(names)}: either all end in __<index>, each with its own "
+            "index, or none does"
+        )
+    return numbers
+
+
+def configure_threads(parameters: Mapping[str, str]) -> None:
+    """Apply INTRA_OP_THREAD_COUNT to the calling thread, INTER_OP_THREAD_COUNT to the process.
+
+    Raises:
+        InvalidArgumentError: no number above 0.
+    """
+    torch = runtime()
+    intra, inter = (parameters.get(f"{kind}_OP_THREAD_COUNT", "") for kind in ("INTRA", "INTER"))
+    for text in (intra, inter):
+        if text and not (text.isdigit() and int(text) > 0):
+            raise InvalidArgumentError(f"'{text}' is no thread count")
+    if intra:
+        torch.set_num_threads(int(intra))
+    if inter and int(inter) != torch.get_num_interop_threads():
+        try:
+            torch.set_num_interop_threads(int(inter))
+        except RuntimeError as error:  # only possible before the first parallel work
+            logger.warning("INTER_OP_THREAD_COUNT is not applied: %s", error)
