@@ -216,6 +216,7 @@ def parse_timeout(value: str) -> float | None:
     return int(digits) * _TIMEOUT_UNITS[unit]
 
 
+_MAX_DETAILS_BYTES = 7000
 _PLAIN_CHARACTERS = frozenset(range(0x20, 0x7F)) - {ord("%")}
 
 
@@ -227,3 +228,10 @@ def encode_grpc_message(text: str) -> bytes:
     return b"".join(
         bytes((byte,)) if byte in _PLAIN_CHARACTERS else b"%%%02X" % byte for byte in data
     )
+
+
+def shortened(text: str) -> str:
+    """A status text that clients accept: they refuse headers of more than 8 KiB (grpcio)."""
+    while len(encoded := encode_grpc_message(text)) > _MAX_DETAILS_BYTES:
+        text = text[: len(text) * (_MAX_DETAILS_BYTES - 100) // len(encoded)] + " …"
+    return text

@@ -26,6 +26,7 @@ from npuserve.protocol.grpc.transport import (
 if TYPE_CHECKING:
     from npuserve.protocol.grpc.codec import Parts
 
+_LAST_RESPONSES_S = 1.0  # for responses that the library still has to write
 _STATUS = {code.value[0]: code for code in grpc.StatusCode}
 
 
@@ -49,6 +50,7 @@ class GrpcioTransport:
         self._aio = aio
         self._server: Any = None
         self._port = 0
+        self._calls = _ActiveCalls()
 
     @property
     def port(self) -> int:
@@ -76,8 +78,11 @@ class GrpcioTransport:
 
     async def stop(self, grace_s: float) -> None:
         """See `Transport.stop`."""
-        if self._server is not None:
-            await self._server.stop(grace_s)
+        if self._server is None:
+            return
+        # The library would cut new calls at once; they are to get the servicer's refusal.
+        idle = await self._calls.wait_idle(grace_s)
+        await self._server.stop(_LAST_RESPONSES_S if idle else None)
 
     def _channel_options(self) -> list[tuple[str, int]]:
         options = self._options
@@ -117,9 +122,13 @@ class GrpcioTransport:
             _, service, name = method.path.split("/")
             compressed = method.compress and self._options.compression_level != "none"
             if method.unary is not None:
-                handler = grpc.unary_unary_rpc_method_handler(_unary(method, compressed))
+                handler = grpc.unary_unary_rpc_method_handler(
+                    _unary(method, self._calls, compressed)
+                )
             else:
-                handler = grpc.stream_stream_rpc_method_handler(_stream(method, compressed))
+                handler = grpc.stream_stream_rpc_method_handler(
+                    _stream(method, self._calls, compressed)
+                )
             services.setdefault(service, {})[name] = handler
         return services
 
@@ -138,6 +147,33 @@ def native_transport(
     import pygrpc_native.aio
 
     return GrpcioTransport(methods, options, loop, lease, aio=pygrpc_native.aio)
+
+
+class _ActiveCalls:
+    """Counts the calls inside its `with` blocks."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def __enter__(self) -> None:
+        self._count += 1
+        self._idle.clear()
+
+    def __exit__(self, *exc: object) -> None:
+        self._count -= 1
+        if not self._count:
+            self._idle.set()
+
+    async def wait_idle(self, timeout_s: float) -> bool:
+        """Wait until there are none; False if the time was up before."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
+        except TimeoutError:
+            return False
+        return True
 
 
 class _GrpcioCall:
@@ -240,18 +276,21 @@ class _StreamCall(_GrpcioCall):
             await self.wake.wait()
 
 
-def _unary(method: Method, compressed: bool) -> Callable[[bytes, Any], Awaitable[bytes]]:
+def _unary(
+    method: Method, calls: _ActiveCalls, compressed: bool
+) -> Callable[[bytes, Any], Awaitable[bytes]]:
     handle = method.unary
     assert handle is not None
 
     async def serve(request: bytes, context: Any) -> bytes:
         call = _UnaryCall(context)
-        handle(request, call)
-        try:
-            status, details = await call.done
-        except asyncio.CancelledError:
-            call.abort()
-            raise
+        with calls:
+            handle(request, call)
+            try:
+                status, details = await call.done
+            except asyncio.CancelledError:
+                call.abort()
+                raise
         if status:
             await context.abort(_STATUS[status], details)
         if compressed:
@@ -261,7 +300,9 @@ def _unary(method: Method, compressed: bool) -> Callable[[bytes, Any], Awaitable
     return serve
 
 
-def _stream(method: Method, compressed: bool) -> Callable[[Any, Any], Awaitable[None]]:
+def _stream(
+    method: Method, calls: _ActiveCalls, compressed: bool
+) -> Callable[[Any, Any], Awaitable[None]]:
     open_stream = method.stream
     assert open_stream is not None
 
@@ -269,23 +310,28 @@ def _stream(method: Method, compressed: bool) -> Callable[[Any, Any], Awaitable[
         call = _StreamCall(context)
         if compressed:
             context.set_compression(grpc.Compression.Gzip)
-        receiver = open_stream(call)
-        try:
-            # A task of its own for reading: responses must not wait for the next request.
-            async with asyncio.TaskGroup() as group:
-                reading = group.create_task(_read_all(requests, call, receiver), name="read")
-                await call.write_all()
-                reading.cancel()
-        except* grpc.RpcError:
-            call.abort()
-        except* asyncio.CancelledError:
-            call.abort()
-            raise
+        with calls:
+            await _run_stream(requests, call, open_stream(call))
         status, details = (0, "") if call.done.cancelled() else call.done.result()
         if status:
             await context.abort(_STATUS[status], details)
 
     return serve
+
+
+async def _run_stream(requests: Any, call: _StreamCall, receiver: StreamReceiver) -> None:
+    """Read and write until the call is finished or given up."""
+    try:
+        # A task of its own for reading: responses must not wait for the next request.
+        async with asyncio.TaskGroup() as group:
+            reading = group.create_task(_read_all(requests, call, receiver), name="read")
+            await call.write_all()
+            reading.cancel()
+    except* grpc.RpcError:
+        call.abort()
+    except* asyncio.CancelledError:
+        call.abort()
+        raise
 
 
 async def _read_all(requests: Any, call: _StreamCall, receiver: StreamReceiver) -> None:

@@ -21,7 +21,7 @@ from npuserve.errors import (
 )
 from npuserve.protocol.classification import classify
 from npuserve.protocol.grpc import codec
-from npuserve.protocol.status import grpc_status
+from npuserve.protocol.grpc.transport import fail
 from npuserve.server.trace import TraceContext
 
 if TYPE_CHECKING:
@@ -231,7 +231,7 @@ class InferFrontEnd:
         if error is None:
             call.finish()
         else:
-            call.finish(grpc_status(error.code), str(error))
+            fail(call, error)
 
 
 def _mark_sending(
@@ -256,9 +256,9 @@ def guarded(handle: Callable[[Buffer, Call], None]) -> Callable[[Buffer, Call], 
         try:
             handle(data, call)
         except NpuserveError as error:
-            call.finish(grpc_status(error.code), str(error))
+            fail(call, error)
         except Exception as error:
             logger.exception("a gRPC handler failed")
-            call.finish(grpc_status(InternalError.code), f"{type(error).__name__}: {error}")
+            fail(call, InternalError(f"{type(error).__name__}: {error}"))
 
     return run

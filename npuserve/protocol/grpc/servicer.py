@@ -18,8 +18,7 @@ from npuserve.errors import InternalError, InvalidArgumentError, NpuserveError, 
 from npuserve.protocol.grpc import control_codec, reflection
 from npuserve.protocol.grpc.infer import InferFrontEnd, guarded
 from npuserve.protocol.grpc.stream import InferStream
-from npuserve.protocol.grpc.transport import Call, Method, StreamReceiver
-from npuserve.protocol.status import grpc_status
+from npuserve.protocol.grpc.transport import Call, Method, StreamReceiver, fail
 from npuserve.tensor import Buffer
 
 if TYPE_CHECKING:
@@ -109,7 +108,7 @@ class Servicer:
         try:
             self._check_access("inference", call)
         except NpuserveError as error:
-            call.finish(grpc_status(error.code), str(error))
+            fail(call, error)
             return _DeafReceiver()
         return InferStream(self._front_end, call, self._max_unsent)
 
@@ -308,10 +307,10 @@ async def _answer(result: Awaitable[Message], call: Call) -> None:
     try:
         message = await result
     except NpuserveError as error:
-        call.finish(grpc_status(error.code), str(error))
+        fail(call, error)
     except Exception as error:
         logger.exception("a gRPC handler failed")
-        call.finish(grpc_status(InternalError.code), f"{type(error).__name__}: {error}")
+        fail(call, InternalError(f"{type(error).__name__}: {error}"))
     else:
         call.send([message.SerializeToString()])
         call.finish()

@@ -19,7 +19,7 @@ from npuserve._proto import grpc_service_pb2 as pb
 from npuserve.errors import InternalError, NpuserveError
 from npuserve.protocol.grpc import codec
 from npuserve.protocol.grpc.parameters import EMPTY_FINAL_RESPONSE, FINAL_RESPONSE
-from npuserve.protocol.status import grpc_status
+from npuserve.protocol.grpc.transport import fail
 
 if TYPE_CHECKING:
     from npuserve.protocol.grpc.codec import Parts
@@ -228,7 +228,7 @@ class InferStream:
 
     def _fail(self, error: NpuserveError) -> None:
         self._ended = True
-        self._call.finish(grpc_status(error.code), str(error))
+        fail(self._call, error)
         self._cancel_open()
 
     def _cancel_open(self) -> None:

@@ -11,9 +11,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from npuserve.protocol.grpc.framing import shortened
+from npuserve.protocol.status import grpc_status
+
 if TYPE_CHECKING:
     import asyncio
 
+    from npuserve.errors import NpuserveError
     from npuserve.protocol.grpc.codec import Parts
     from npuserve.tensor import Buffer
 
@@ -143,6 +147,11 @@ TransportFactory = Callable[
     ],
     Transport,
 ]
+
+
+def fail(call: Call, error: NpuserveError) -> None:
+    """End a call with the status and the text of an error."""
+    call.finish(grpc_status(error.code), shortened(str(error)))
 
 
 def text_metadata(pairs: Iterable[tuple[str, str | bytes]]) -> dict[str, str]:

@@ -10,7 +10,7 @@ import grpc.aio
 import pytest
 
 from npuserve._proto import grpc_service_pb2 as pb
-from npuserve.errors import ERROR_BY_CODE, StatusCode, WorkerDiedError
+from npuserve.errors import ERROR_BY_CODE, InvalidArgumentError, StatusCode, WorkerDiedError
 from npuserve.protocol.status import grpc_status
 from npuserve.request import InferenceRequest
 from npuserve.response import InferenceResponse
@@ -81,6 +81,22 @@ async def test_every_error_code_reaches_the_client(rig: Rig, code: StatusCode) -
         await rig.infer(request("fail"))
     assert caught.value.code().value[0] == grpc_status(code)
     assert caught.value.details() == text
+
+
+@pytest.mark.parametrize("text", ["x" * 100_000, "模型" * 20_000])
+async def test_a_long_error_text_is_cut(rig: Rig, text: str) -> None:
+    """Texts longer than clients take in a header arrive shortened, with the right status."""
+
+    def fail(inference: InferenceRequest) -> None:
+        inference.deliver(InferenceResponse.from_error(InvalidArgumentError(text)), True)
+
+    rig.core.table["fail"] = FakeModel("fail", fail)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await rig.infer(request("fail"))
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    details = str(caught.value.details())
+    assert details.endswith(" …")
+    assert details[:500] == text[:500]
 
 
 async def test_a_dead_worker_is_internal(rig: Rig) -> None:
