@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
+import uvloop
 
 from npuserve.options import ServerOptions
 from npuserve.protocol.http.server import HttpServer
@@ -31,6 +33,11 @@ class Running:
         client = await Client.connect(self.http.port)
         self._stack.push_async_callback(client.close)
         return client
+
+
+def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """The tests of this folder run on the loop that the server runs on."""
+    return {"uvloop": uvloop.new_event_loop}
 
 
 Start = Callable[..., Awaitable[Running]]

@@ -9,6 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import uvloop
 
 from npuserve.errors import UnavailableError
 from npuserve.response import InferenceResponse
@@ -16,6 +17,11 @@ from tests.protocol.http.conftest import Start
 from tests.protocol.http.fakes import Client, FakeModel, Held, get, infer_json, post
 
 PATH = "/v2/models/echo/infer"
+
+
+async def test_the_loop_is_the_servers() -> None:
+    """Buffers and back-pressure are tested with the event loop that is used."""
+    assert isinstance(asyncio.get_running_loop(), uvloop.Loop)
 
 
 async def test_a_taken_port_is_named(start: Start) -> None:
