@@ -7,7 +7,6 @@ a configuration. It knows neither files nor the wire.
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -105,12 +104,12 @@ def config_from_json(text: str) -> ModelConfig:
     """
     config = ModelConfig()
     try:
-        values = json.loads(text)
+        values = orjson.loads(text)
         if not isinstance(values, dict):
             raise InvalidArgumentError("the model configuration must be a JSON object")
         _upper_case_enums(values, config.DESCRIPTOR)
         json_format.ParseDict(values, config)
-    except (json.JSONDecodeError, json_format.ParseError) as error:
+    except (orjson.JSONDecodeError, json_format.ParseError) as error:
         raise InvalidArgumentError(str(error)) from error
     return config
 

@@ -77,7 +77,19 @@ def test_enums_are_read_by_name_in_any_case_and_by_number(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", "[]", "3", '{"nope": 1}', '{"max_batch_size": "x"}', '{"input": {}}']
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        "3",
+        '{"nope": 1}',
+        '{"max_batch_size": "x"}',
+        '{"input": {}}',
+        '{"platform": "\\ud800"}',
+        '{"input": [{"data_type": Infinity}]}',
+        "[" * 100_000,
+    ],
 )
 def test_json_that_is_no_configuration_is_refused(text: str) -> None:
     """Whatever is wrong with it, the error is the client's."""
