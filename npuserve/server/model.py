@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from npuserve.model_config import is_decoupled
-from npuserve.server.instance import InstancePool
+from npuserve.server.instance_pool import InstancePool
 from npuserve.server.schedulers import create_scheduler
 from npuserve.server.schedulers.base import SchedulerContext
 from npuserve.server.statistics import ModelStatistics

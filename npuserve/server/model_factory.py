@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from npuserve.model_repository import Fingerprint, ModelDirectory, Scan
     from npuserve.server.core import InferenceServer
-    from npuserve.server.instance import InstancePool
+    from npuserve.server.instance_pool import InstancePool
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +79,11 @@ class ModelFactory:
         Raises:
             InvalidArgumentError: the loaded members do not fit together.
         """
-        return check_ensemble(config, lambda name, version: self._server.model(name, version).config)
+
+        def config_of(name: str, version: int) -> ModelConfig:
+            return self._server.model(name, version).config
+
+        return check_ensemble(config, config_of)
 
     # ---------------------------------------------------------------- models
 

@@ -168,7 +168,7 @@ class PriorityQueue:
         entered: batch elements that ever came in; only grows.
         timed: whether requests can expire.
         handed_over_early: whether a batch may leave for an instance that is still busy. Not with
-            timeouts and limits: they hold until the execution starts.
+            timeouts, limits or priorities: they hold until the execution starts.
     """
 
     __slots__ = (
@@ -187,7 +187,8 @@ class PriorityQueue:
         self._lanes = [lane for level in self._levels for lane in (level.unexpired, level.delayed)]
         self._default = self._levels[default_level]
         self.timed = any(policy.timeout_ns for policy in policies)
-        self.handed_over_early = not (self.timed or any(policy.max_size for policy in policies))
+        limited = any(policy.max_size for policy in policies)
+        self.handed_over_early = len(policies) == 1 and not (self.timed or limited)
         self.live = 0
         self.elements = 0
         self.entered = 0

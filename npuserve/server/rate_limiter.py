@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from npuserve.flag_values import RateLimitResource
     from npuserve.model_config import ModelConfig
     from npuserve.options import ServerOptions
-    from npuserve.server.instance import Instance, InstancePool
+    from npuserve.server.instance import Instance
+    from npuserve.server.instance_pool import InstancePool
 
 GLOBAL = -1  # device number of a resource that all devices share
 

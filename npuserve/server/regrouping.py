@@ -77,6 +77,11 @@ class Regrouping:
         self.target = NEVER
         self.hold_until_ns = 0
 
+    @property
+    def mean_execution_ns(self) -> float:
+        """Average time an execution takes; 0 before the first."""
+        return self._cost.mean_ns
+
     def executed(self, now_ns: int, duration_ns: int, elements: int, entered: int) -> None:
         """An execution ended and its callers were answered."""
         self._cost.add(elements, duration_ns)

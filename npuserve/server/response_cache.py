@@ -22,7 +22,7 @@ import orjson
 from npuserve.errors import InvalidArgumentError, NpuserveError, RequestCancelledError
 from npuserve.model_config import is_decoupled
 from npuserve.response import InferenceResponse
-from npuserve.server.instance import reject
+from npuserve.server.execution import reject
 from npuserve.tensor import Buffer, Tensor
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from npuserve.backends.base import BackendModelContext, Placement
 from npuserve.model_config import is_decoupled
 from npuserve.request import InferenceRequest
-from npuserve.server.instance import InstancePool
+from npuserve.server.instance_pool import InstancePool
 from npuserve.server.statistics import ModelStatistics
 from npuserve.tensor import Tensor
 

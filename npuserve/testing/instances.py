@@ -9,6 +9,7 @@ when its time is over, and keeps what it was given in `executed`.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +24,7 @@ from npuserve.server.statistics import ModelStatistics
 if TYPE_CHECKING:
     from npuserve.model_config import ModelConfig
     from npuserve.request import InferenceRequest
-    from npuserve.server.instance import InstancePool
+    from npuserve.server.instance_pool import InstancePool
     from npuserve.testing.clock import FakeClock
 
 
@@ -48,6 +49,7 @@ class FakeInstance:
         self.max_inflight = max_inflight
         self.inflight = 0
         self.resources: Any = None
+        self._waiting: deque[FakeExecution] = deque()
 
     @property
     def is_free(self) -> bool:
@@ -58,13 +60,22 @@ class FakeInstance:
         """See `Instance.run`."""
         pool = self.pool
         now_ns = pool.clock.now_ns()
-        self.inflight += 1
         execution = FakeExecution(self.index, now_ns, list(requests), batch_size)
-        pool.executed.append(execution)
         for request in requests:
             request.compute_start_ns = now_ns
             request.on_cancel = None
             pool.statistics.pending -= 1
+        early = not self.is_free
+        self.inflight += 1
+        if early:
+            self._waiting.append(execution)
+        else:
+            self._start(execution)
+
+    def _start(self, execution: FakeExecution) -> None:
+        pool = self.pool
+        now_ns = execution.start_ns = pool.clock.now_ns()
+        pool.executed.append(execution)
         duration_ns = pool.duration_of(execution)
         if duration_ns:
             pool.clock.call_at(now_ns + duration_ns, lambda: self._finish(execution))
@@ -75,6 +86,8 @@ class FakeInstance:
         duration_ns = self.pool.clock.now_ns() - execution.start_ns
         self.pool.busy_ns += duration_ns
         self.pool.statistics.execution(execution.batch_size, 0, duration_ns, 0)
+        if self._waiting:
+            self._start(self._waiting.popleft())
         for request in execution.requests:
             self.pool.answer(request)
         self.inflight -= 1
@@ -90,6 +103,7 @@ class FakePool:
         executed: all executions so far.
         busy_ns: time that instances were executing, ended executions only.
         fail: answer with an error instead of an empty response.
+        prefetches: see `ModelInstance.prefetches`.
     """
 
     clock: FakeClock
@@ -104,6 +118,7 @@ class FakePool:
     on_free: Callable[[FakeInstance], None] | None = None
     rate_limiter: Any = None
     frees_early: bool = False
+    prefetches: bool = False
 
     @property
     def loop(self) -> FakeClock:
@@ -121,6 +136,13 @@ class FakePool:
             return best
         granted: FakeInstance | None = self.rate_limiter.acquire(self, best)
         return granted
+
+    def next_in_line(self) -> FakeInstance | None:
+        """See `InstancePool.next_in_line`."""
+        if len(self.instances) != 1 or not self.prefetches:
+            return None
+        instance = self.instances[0]
+        return instance if instance.inflight == instance.max_inflight else None
 
     def released(self, instance: FakeInstance) -> None:
         """See `InstancePool.released`."""

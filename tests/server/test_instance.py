@@ -13,7 +13,7 @@ from npuserve.backends.base import ExecutionBatch, LoopInstance, ModelInstance, 
 from npuserve.errors import InternalError, NpuserveError, UnavailableError
 from npuserve.request import InferenceRequest
 from npuserve.response import InferenceResponse
-from npuserve.server.instance import InstancePool
+from npuserve.server.instance_pool import InstancePool
 from npuserve.server.statistics import ModelStatistics
 from npuserve.tensor import Tensor
 

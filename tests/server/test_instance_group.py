@@ -11,8 +11,8 @@ from google.protobuf import text_format
 from npuserve.backends.base import ExecutionBatch, LoopInstance
 from npuserve.errors import InvalidArgumentError
 from npuserve.model_config import ModelConfig
-from npuserve.server.instance import InstancePool
 from npuserve.server.instance_group import fill_instance_groups, placements
+from npuserve.server.instance_pool import InstancePool
 from npuserve.server.statistics import ModelStatistics
 
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from npuserve.clock import Clock
     from npuserve.model_config import ModelConfig
     from npuserve.request import InferenceRequest
-    from npuserve.server.instance import InstancePool
+    from npuserve.server.instance_pool import InstancePool
     from npuserve.server.statistics import ModelStatistics
 
 

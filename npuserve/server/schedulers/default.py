@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from npuserve.errors import RequestCancelledError, UnavailableError
-from npuserve.server.instance import reject
+from npuserve.server.execution import reject
 from npuserve.server.queue import Lane, request_prefix
 from npuserve.server.response_cache import ModelCache
 

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 from npuserve.errors import RequestCancelledError, UnavailableError
 from npuserve.server.batching import BatchRules, Plan, plan_batch
-from npuserve.server.instance import reject
+from npuserve.server.execution import reject
 from npuserve.server.queue import PriorityQueue, request_prefix
-from npuserve.server.regrouping import Regrouping
+from npuserve.server.regrouping import NEVER, Regrouping
 from npuserve.server.response_cache import ModelCache
 from npuserve.server.response_order import ResponseOrder
 from npuserve.server.schedulers.default import STOPPING
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from npuserve.request import InferenceRequest
     from npuserve.server.instance import Instance
     from npuserve.server.schedulers.base import SchedulerContext
+
+_SHORT_EXECUTION_NS = 10_000_000
 
 
 class DynamicBatcher:
@@ -57,11 +59,12 @@ class DynamicBatcher:
         self._stopping = False
         self._dispatch_due = False  # `_dispatch` is on its way
         self._dispatching = False
-        # All instances were busy at the last look: only a freed one makes another look useful.
+        # All instances were busy at the last look: only a freed one makes another look useful,
+        # or `_enough` batch elements.
         self._blocked = False
         self._grow = False  # see plan_batch
-        # While the queue waits (delay or hold), batch elements below which an arrival changes
-        # nothing; 0 while every arrival counts.
+        # While the queue waits, batch elements below which an arrival changes nothing; 0 while
+        # every arrival counts.
         self._enough = 0
         self._timer: Timer | None = None
         self._timer_ns = 0
@@ -106,11 +109,12 @@ class DynamicBatcher:
             self._order.add(request)
         if queue.timed:
             self._wake_for_deadline()
-        if queue.entered >= regrouping.target:
+        callers_are_back = queue.entered >= regrouping.target
+        if callers_are_back:
             regrouping.returned(request.queue_ns)
-        elif queue.elements < self._enough:
+        if queue.elements < self._enough and (self._blocked or not callers_are_back):
             return
-        if not (self._dispatch_due or self._blocked):
+        if not self._dispatch_due:
             self._dispatch_due = True
             self._clock.call_soon(self._dispatch)
 
@@ -138,7 +142,7 @@ class DynamicBatcher:
         """Start one batch if there is one and an instance for it."""
         queue, instances = self._queue, self._instances
         now_ns = self._clock.now_ns()
-        self._enough = 0
+        self._enough, self._blocked = 0, False
         if queue.timed:
             self._reject_expired(now_ns)
         if not queue.live:
@@ -147,7 +151,9 @@ class DynamicBatcher:
         limited = instances.rate_limiter is not None
         instance = None if limited else instances.acquire()
         if instance is None and not limited:
-            return self._block()
+            instance = self._next_in_line()
+            if instance is None:
+                return self._block()
         plan = plan_batch(queue, now_ns, self._rules, self._grow)
         if not plan.count:
             return self._wait(plan.wait_until_ns)
@@ -157,10 +163,8 @@ class DynamicBatcher:
             instance = instances.acquire()
         if instance is None:
             return self._block()
-        if instance.inflight and not (limited or (plan.full and queue.handed_over_early)):
-            # The second batch in an instance overlaps its copies with the first one's compute.
-            # A partial one would gain less by that than by what may still join it.
-            return self._wait(0)
+        if instance.inflight and not (limited or self._may_leave_early(plan)):
+            return self._wait(0) if instance.is_free else self._block(self._rules.max_batch)
         self._grow = False
         self._run(instance, plan, now_ns)
         return True
@@ -179,8 +183,28 @@ class DynamicBatcher:
             return False
         return self._queue.entered < regrouping.target
 
-    def _block(self) -> bool:
-        self._blocked = True
+    def _next_in_line(self) -> Instance | None:
+        """A busy instance that takes its next batch early, where that is worth it.
+
+        # Differs from Triton: only for short executions. Between two of them lie a way to the
+        # event loop and back, 0.1 ms or more, which is nothing to a long one; and a request that
+        # has left the queue can no longer be cancelled or overtaken.
+        """
+        if not 0 < self._regrouping.mean_execution_ns < _SHORT_EXECUTION_NS:
+            return None
+        return self._instances.next_in_line() if self._queue.handed_over_early else None
+
+    def _may_leave_early(self, plan: Plan) -> bool:
+        """Whether to give this batch to an instance that is still executing another one.
+
+        A partial batch gains less by overlapping than by what may still join it.
+        """
+        complete = plan.batch_size == self._rules.max_batch or not self._rules.delay_ns
+        return plan.full and complete and self._queue.handed_over_early
+
+    def _block(self, enough: int = NEVER) -> bool:
+        """Start nothing before an instance is free or so many batch elements wait."""
+        self._blocked, self._enough = True, enough
         self._wake_for_deadline()
         return False
 
@@ -199,7 +223,7 @@ class DynamicBatcher:
         while running and len(running) > instance.inflight:
             self._executed(instance, *running.popleft())
         self._grow = self._blocked
-        self._blocked = False
+        self._enough, self._blocked = 0, False
         limited = self._instances.rate_limiter is not None  # whoever asks late loses its turn
         if limited or self._queue.elements >= self._rules.max_preferred:
             self._dispatch()

@@ -11,7 +11,7 @@ from npuserve.errors import RequestCancelledError, UnavailableError
 from npuserve.model_config import ModelConfig
 from npuserve.request import InferenceRequest
 from npuserve.response import InferenceResponse
-from npuserve.server.instance import InstancePool
+from npuserve.server.instance_pool import InstancePool
 from npuserve.server.schedulers.default import DefaultScheduler
 from npuserve.server.statistics import FailureReason, ModelStatistics
 from npuserve.testing.clock import FakeClock
