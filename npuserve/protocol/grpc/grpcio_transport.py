@@ -66,7 +66,8 @@ class GrpcioTransport:
             self._server.add_generic_rpc_handlers((generic,))
             if hasattr(self._server, "add_registered_method_handlers"):
                 self._server.add_registered_method_handlers(service, handlers)
-        address = f"{options.address}:{options.port}"
+        host = f"[{options.address}]" if ":" in options.address else options.address
+        address = f"{host}:{options.port}"
         try:
             if options.tls:
                 self._port = self._server.add_secure_port(address, self._credentials())

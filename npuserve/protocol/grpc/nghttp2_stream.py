@@ -97,12 +97,18 @@ class Stream:
             level = connection.gzip_level(self._headers)
         if level:
             message = [framing.gzip_compress(message, level)]
+        size = sum(map(len, message))
+        if size > connection.max_message_bytes:
+            self._give_up(
+                GrpcStatus.RESOURCE_EXHAUSTED,
+                f"Sent message larger than max ({size} vs. {connection.max_message_bytes})",
+            )
+            return
         h2 = connection.h2
         try:
             if not self._headers_sent:
                 self._headers_sent = True
                 h2.send_response(self.id, _GZIP_RESPONSE_HEADERS if level else _RESPONSE_HEADERS)
-            size = sum(map(len, message))
             prefix = _PREFIX.pack(bool(level), size)
             if size <= _JOIN_BYTES:
                 h2.send_data(self.id, b"".join([prefix, *message]))

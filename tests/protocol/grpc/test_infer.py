@@ -294,6 +294,22 @@ async def test_a_message_over_the_limit_is_refused(start: Start) -> None:
     await rig.infer(request())
 
 
+async def test_a_response_over_the_limit_is_refused(start: Start) -> None:
+    """`--grpc-max-message-bytes` bounds responses too; the connection lives on."""
+    rig = await start(grpc_max_message_bytes=1_000_000)
+
+    def grow(inference: InferenceRequest) -> None:
+        response = response_of(inference)
+        response.outputs[0].data = b"x" * 2_000_000
+        inference.deliver(response, True)
+
+    rig.core.table["grow"] = FakeModel("grow", grow)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await rig.infer(request("grow"))
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    await rig.infer(request())
+
+
 async def test_response_parameters_arrive(rig: Rig) -> None:
     """Parameters that a model sets on a response come with their types."""
 

@@ -93,6 +93,16 @@ async def test_a_port_can_be_shared(transport: str) -> None:
         await second.infer(request())
 
 
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_ipv6(transport: str) -> None:
+    """An IPv6 address is an address like any other."""
+    async with (
+        running(transport, grpc_address="::1") as rig,
+        grpc.aio.insecure_channel(f"[::1]:{rig.front.port}") as channel,
+    ):
+        assert await channel.unary_unary(SERVICE + "ServerLive")(b"")
+
+
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A self-signed certificate for localhost; it is its own root."""
