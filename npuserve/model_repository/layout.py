@@ -185,8 +185,14 @@ def _models_in(repository: str) -> Iterator[ModelDirectory]:
         # Differs from Triton: hidden folders (.git, ..data of a volume) are no models.
         if path.name.startswith(".") or path.name in _GENERATED or not path.is_dir():
             continue
-        directory = ModelDirectory.from_path(path.name, path, repository)
-        if _is_model(directory):
+        try:
+            directory = ModelDirectory.from_path(path.name, path, repository)
+            is_model = _is_model(directory)
+        except OSError as error:
+            # Removed at this moment, or not for us to read: no reason to stop for the others.
+            _warn_once(f"ignore folder '{path}': {error}")
+            continue
+        if is_model:
             yield directory
 
 
@@ -253,7 +259,11 @@ def _file_states(directory: ModelDirectory) -> Iterator[tuple[str, FileState]]:
         yield from (item for item in files.items() if not item[0].endswith("/"))
         return
     root = directory.path
+    entered: set[tuple[int, int]] = set()
     for folder, folders, names in os.walk(root, followlinks=True):
+        if not _enter(folder, entered):
+            folders.clear()
+            continue
         folders[:] = [
             name for name in folders if not name.startswith(".") and name not in _GENERATED
         ]
@@ -266,6 +276,19 @@ def _file_states(directory: ModelDirectory) -> Iterator[tuple[str, FileState]]:
             except FileNotFoundError:
                 continue
             yield os.path.relpath(path, root), (status.st_mtime_ns, status.st_size)
+
+
+def _enter(folder: str, entered: set[tuple[int, int]]) -> bool:
+    """Whether a folder was not entered before; links may lead back up."""
+    try:
+        status = os.stat(folder)
+    except FileNotFoundError:
+        return False
+    identity = (status.st_dev, status.st_ino)
+    if identity in entered:
+        return False
+    entered.add(identity)
+    return True
 
 
 @lru_cache(maxsize=4096)

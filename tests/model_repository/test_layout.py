@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -140,3 +141,29 @@ def test_with_namespaces_a_name_may_be_in_several_repositories(tmp_path: Path) -
     assert found.ambiguous == {"twice": (f"{first}::twice", f"{second}::twice")}
     assert found.models["once"].siblings == {"twice": f"{first}::twice"}
     assert found.models[f"{second}::twice"].siblings == {"twice": f"{second}::twice"}
+
+
+def test_links_that_lead_back_up_are_followed_once(tmp_path: Path) -> None:
+    """A fingerprint ends, whatever people link to."""
+    path = make_model(tmp_path, "m")
+    before = fingerprint(ModelDirectory.from_path("m", path))
+    for name in ("a", "b", "c"):
+        (path / "1" / name).symlink_to("..")
+    assert fingerprint(ModelDirectory.from_path("m", path)).files == before.files
+
+
+def test_a_folder_that_cannot_be_read_holds_up_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be on its way out, or belong to somebody else."""
+    make_model(tmp_path, "bad")
+    make_model(tmp_path, "good")
+    listing = Path.iterdir
+
+    def refuse(path: Path) -> Iterator[Path]:
+        if path.name == "bad":
+            raise PermissionError(13, "Permission denied", str(path))
+        return listing(path)
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    assert list(scan_repositories([str(tmp_path)]).models) == ["good"]
