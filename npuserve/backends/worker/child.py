@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import itertools
 import logging
 import os
 import signal
@@ -51,14 +52,16 @@ class Worker:
         self._host: ModelHost | None = None
         self._batches: deque[Any] = deque()
         self._calls: dict[int, Mailbox] = {}
-        self._next_call = 1
+        self._call_ids = itertools.count(1)
         self._cancelled: set[Any] = set()
         self._stopping = False  # STOP came, or the server is gone
         self._gone = False
         self._forked = False  # this is not the worker, but a process that the model forked
-        # Who reads the channel. invariant: a thread blocked in `receive` has _reading set.
+        # Held by the thread that reads the channel; the others wait for their turn, or until
+        # the reader has brought what they want.
+        self._reading = threading.Lock()
         self._turn = threading.Condition()
-        self._reading = False
+        self._waiters = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         os.register_at_fork(after_in_child=self._after_fork)
 
@@ -256,31 +259,40 @@ class Worker:
 
     def _read_until(self, ready: Callable[[], bool]) -> None:
         """Return once `ready()`, reading the channel unless another thread does."""
-        turn = self._turn
-        while True:
-            with turn:
-                while self._reading and not ready():
-                    turn.wait()
-                if ready():
-                    return
-                self._reading = True
-            message = self._channel.receive()
-            with turn:
-                self._dispatch(message)
-                self._reading = False
-                turn.notify_all()
+        while not ready():
+            if self._reading.acquire(blocking=False):
+                try:
+                    if not ready():  # the former reader may have brought it
+                        self._dispatch(self._channel.receive())
+                finally:
+                    self._pass_on()
+            else:
+                with self._turn:
+                    self._waiters += 1
+                    # The reader lets go before it looks at _waiters, and this thread raises it
+                    # before it looks at the reader: one of the two sees the other.
+                    while self._reading.locked() and not ready():
+                        self._turn.wait()
+                    self._waiters -= 1
+
+    def _pass_on(self) -> None:
+        """Let another thread read, or see what was read for it."""
+        self._reading.release()
+        if self._waiters:
+            with self._turn:
+                self._turn.notify_all()
 
     def _read_available(self) -> None:
         """Take in what has arrived, without waiting."""
-        with self._turn:
-            if self._reading:
-                return
-            try:
-                while not self._gone:
-                    self._dispatch(self._channel.receive(socket.MSG_DONTWAIT))
-            except BlockingIOError:
-                pass  # nothing more
-            self._turn.notify_all()
+        if not self._reading.acquire(blocking=False):
+            return
+        try:
+            while not self._gone:
+                self._dispatch(self._channel.receive(socket.MSG_DONTWAIT))
+        except BlockingIOError:
+            pass  # nothing more
+        finally:
+            self._pass_on()
 
     def _dispatch(self, message: wire.Message | None) -> None:
         if message is None:
@@ -289,7 +301,8 @@ class Worker:
         kind, _, payload = message
         if kind == wire.EXECUTE:
             self._batches.append(payload)
-            self._announce_batches()
+            if self._batches_arrived is not None:
+                self._batches_arrived()
         elif kind == wire.CANCEL:
             self._cancelled.add(payload)
         elif kind == wire.ANSWER:
@@ -366,15 +379,11 @@ class Worker:
     def _open_call(self) -> Mailbox:
         if self._forked:
             raise TritonModelException("a process forked by the model cannot call the server")
-        with self._turn:
-            call_id = self._next_call
-            self._next_call = call_id + 1
-            mailbox = Mailbox(call_id)
-            if self._gone:
-                mailbox.put(None)
-            else:
-                self._calls[call_id] = mailbox
-            return mailbox
+        mailbox = Mailbox(next(self._call_ids))
+        self._calls[mailbox.handle] = mailbox
+        if self._gone:
+            mailbox.put(None)
+        return mailbox
 
     def wait(self, mailbox: Mailbox) -> Any:
         """See `Port.wait`."""

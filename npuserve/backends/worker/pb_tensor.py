@@ -202,9 +202,11 @@ class Tensor:
     def _make_array(self) -> Array:
         if self._code == _STRING:
             return _object_array(split_elements(self._data), self._shape)
-        array = np.frombuffer(self._data, NUMPY_BY_CODE[self._code]).reshape(self._shape)
+        data = self._data
         # Models may write to their inputs. Bytes out of a message are nobody else's after a copy.
-        return array if array.flags.writeable else array.copy()
+        if type(data) is bytes or (type(data) is memoryview and data.readonly):
+            data = bytearray(data)
+        return np.ndarray(self._shape, NUMPY_BY_CODE[self._code], data)
 
     def _bits(self) -> Array:
         """Like as_numpy, and the bits of BF16 as uint16."""
