@@ -319,10 +319,10 @@ class Server:
 
     def statistics(self, name: str = "", version: int | str = "") -> dict[str, Any]:
         """The statistics extension's answer, as `/stats` shows it."""
-        from npuserve.protocol.http.codec import statistics_to_dict
+        from npuserve.protocol.http.statistics_codec import statistics_document
 
         return self._call(
-            lambda: statistics_to_dict(self._server.model_statistics(name, str(version)))
+            lambda: statistics_document(self._server.model_statistics(name, str(version)))
         )
 
     def metrics(self) -> str:

@@ -1,0 +1,1 @@
+"""Scheduling and the life of models. Knows no wire format."""

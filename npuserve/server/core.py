@@ -22,7 +22,7 @@ from npuserve.errors import (
 )
 from npuserve.log import LogSettings
 from npuserve.model_config import datatype_name
-from npuserve.server.lifecycle import Lifecycle, ModelEntry, ModelState
+from npuserve.server.lifecycle import Lifecycle
 from npuserve.server.metadata import (
     ModelIndexEntry,
     ModelMetadata,
@@ -30,6 +30,7 @@ from npuserve.server.metadata import (
     TensorMetadata,
 )
 from npuserve.server.metrics import CustomMetrics, ServerMetrics
+from npuserve.server.model_entry import ModelEntry, ModelState
 from npuserve.server.rate_limiter import RateLimiter
 from npuserve.server.response_cache import create_cache
 from npuserve.server.trace import Tracer
@@ -204,7 +205,7 @@ class InferenceServer:
 
     @staticmethod
     def _entry_ready(entry: ModelEntry) -> bool:
-        if entry.failure:
+        if entry.failure and not entry.loaded:
             return False
         for status in entry.versions.values():
             if status.state is ModelState.READY:

@@ -12,16 +12,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import shutil
-import tempfile
-from dataclasses import dataclass, field
-from enum import StrEnum
-from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from npuserve.errors import InternalError, InvalidArgumentError, NpuserveError
 from npuserve.model_repository import watcher
+from npuserve.model_repository.file_override import remove_files, write_files
+from npuserve.server.load_operation import LoadOperation
 from npuserve.server.metadata import ModelIndexEntry
+from npuserve.server.model_entry import ModelEntry, ModelState, VersionStatus
 from npuserve.server.model_factory import ModelFactory
 
 if TYPE_CHECKING:
@@ -38,70 +36,13 @@ logger = logging.getLogger(__name__)
 _PROGRESS_PERIOD_S = 5.0
 
 
-class ModelState(StrEnum):
-    """States of the repository index."""
-
-    UNKNOWN = "UNKNOWN"
-    READY = "READY"
-    UNAVAILABLE = "UNAVAILABLE"
-    LOADING = "LOADING"
-    UNLOADING = "UNLOADING"
-
-
-@dataclass
-class VersionStatus:
-    """One version as the index shows it; `model` is set from READY until it was freed."""
-
-    state: ModelState
-    reason: str = ""
-    model: Model | None = None
-
-
-@dataclass
-class ModelEntry:
-    """Everything known of one model name.
-
-    Attributes:
-        failure: why no version could even be tried (configuration, version folders); "" if fine.
-        explicit: loaded by name, not only as a member of an ensemble.
-        fingerprint: of the directory when it was last loaded, to see that nothing changed.
-        override: configuration given with the load call, "" for the file's.
-        file_override: temporary model directory made of the files given with the load call.
-    """
-
-    name: str
-    namespace: str = ""
-    versions: dict[int, VersionStatus] = field(default_factory=dict)
-    failure: str = ""
-    explicit: bool = False
-    config: ModelConfig | None = None
-    fingerprint: object = None
-    override: str = ""
-    file_override: Path | None = None
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-
-    @property
-    def ready_models(self) -> dict[int, Model]:
-        """READY versions, ascending."""
-        return {
-            version: status.model
-            for version, status in sorted(self.versions.items())
-            if status.state is ModelState.READY and status.model is not None
-        }
-
-    @property
-    def loaded(self) -> bool:
-        """Whether any version is READY."""
-        return any(status.state is ModelState.READY for status in self.versions.values())
-
-
 class Lifecycle:
     """Owns every `Model` of the server. Loop thread only; blocking work goes to helper threads."""
 
     def __init__(self, server: InferenceServer) -> None:
         self._server = server
         self._options = server.options
-        self._factory = ModelFactory(server)
+        self.factory = ModelFactory(server)
         self._slots = asyncio.Semaphore(self._options.model_load_thread_count)
         self._draining: dict[str, set[Model]] = {}
         self.entries: dict[str, ModelEntry] = {}
@@ -111,9 +52,14 @@ class Lifecycle:
         self.failed_startup: list[str] = []
 
     @property
+    def namespacing(self) -> bool:
+        """Whether models of one name may come from several repositories."""
+        return self._options.model_namespacing
+
+    @property
     def backends(self) -> BackendRegistry:
         """The backends in use, for the start-up table."""
-        return self._factory.backends
+        return self.factory.backends
 
     # ---------------------------------------------------------------- start-up and shutdown
 
@@ -125,11 +71,11 @@ class Lifecycle:
         """
         scan = await self._scan()
         for name, reason in scan.problems.items():
-            self._entry(name).failure = reason
+            self.entry(name).failure = reason
         self._polled = await asyncio.to_thread(self._fingerprints, scan)
         wanted = sorted(set(scan.models) | set(scan.problems)) if names is None else list(names)
         configs = await self._configs(scan, wanted)
-        operation = _Operation(self, scan, configs)
+        operation = LoadOperation(self, scan, configs)
         progress = self._server.spawn(self._report_progress(), name="start-up progress")
         try:
             results = await asyncio.gather(
@@ -142,7 +88,7 @@ class Lifecycle:
                 self.failed_startup.append(name)
             elif isinstance(result, BaseException):
                 raise result
-            self._entry(name).explicit = True
+            self.entry(name).explicit = True
         self.starting = False
 
     async def _report_progress(self) -> None:
@@ -175,7 +121,7 @@ class Lifecycle:
         """Load what is new or changed, unload what is gone. One bad model holds up no other."""
         scan = await self._scan()
         for name, reason in scan.problems.items():
-            self._entry(name).failure = reason
+            self.entry(name).failure = reason
         prints = await asyncio.to_thread(self._fingerprints, scan)
         changes = watcher.compare(self._polled, prints, self.entries, scan.problems)
         self._polled = prints
@@ -184,7 +130,7 @@ class Lifecycle:
             if not self.entries[name].versions:
                 del self.entries[name]
         configs = await self._configs(scan, changes.load)
-        operation = _Operation(self, scan, configs)
+        operation = LoadOperation(self, scan, configs)
         results = await asyncio.gather(
             *(operation.load(name) for name in changes.load), return_exceptions=True
         )
@@ -195,7 +141,7 @@ class Lifecycle:
                 await self._refresh_dependents(name)
 
     def _fingerprints(self, scan: Scan) -> dict[str, Fingerprint]:
-        return {name: self._factory.fingerprint(d) for name, d in scan.models.items()}
+        return {name: self.factory.fingerprint(d) for name, d in scan.models.items()}
 
     async def stop(self) -> None:
         """Stop all models; each answers what it has accepted first."""
@@ -232,11 +178,11 @@ class Lifecycle:
                 f"failed to load '{name}', failed to poll from model repository: Load parameter "
                 "'config' must be specified for model file override"
             )
-        entry = self._entry(name)
+        entry = self.entry(name)
         async with entry.lock:
             entry.explicit = True
             if files:
-                directory = await asyncio.to_thread(_write_files, name, files)
+                directory = await asyncio.to_thread(write_files, name, files)
                 self._drop_file_override(entry)
                 entry.file_override = directory
             elif config_json is None:
@@ -245,8 +191,12 @@ class Lifecycle:
             self._override_directory(scan, entry)
             override = {name: config_json} if config_json is not None else {}
             configs = await self._configs(scan, [name], override)
-            operation = _Operation(self, scan, configs, forced=bool(override))
-            await operation.load(name, locked=True)
+            operation = LoadOperation(self, scan, configs, forced=bool(override))
+            try:
+                await operation.load(name, locked=True)
+            finally:
+                if name not in scan.models and name not in scan.problems and not entry.versions:
+                    self.entries.pop(name, None)  # a slip of the caller is no failed model
             entry.override = config_json or ""
         await self._refresh_dependents(name)
 
@@ -254,10 +204,10 @@ class Lifecycle:
         self, entry: ModelEntry, directory: ModelDirectory, config: ModelConfig, forced: bool
     ) -> None:
         """Make the versions of one model and swap them in. The entry's lock is held."""
-        fingerprint = await asyncio.to_thread(self._factory.fingerprint, directory)
+        fingerprint = await asyncio.to_thread(self.factory.fingerprint, directory)
         if entry.loaded and not forced and not entry.override and fingerprint == entry.fingerprint:
             return
-        versions = self._factory.select_versions(config, directory)
+        versions = self.factory.select_versions(config, directory)
         if not versions:
             entry.failure = (
                 "at least one version must be available under the version policy of model "
@@ -299,7 +249,7 @@ class Lifecycle:
         failure: NpuserveError
         logger.info("loading: %s:%d", entry.name, version)
         try:
-            return await self._factory.make(directory, config, version, entry.namespace)
+            return await self.factory.make(directory, config, version, entry.namespace)
         except NpuserveError as error:
             failure = error
         except Exception as error:
@@ -347,7 +297,7 @@ class Lifecycle:
 
     def add_repository(self, path: str) -> None:
         """Look for models in one more repository from now on."""
-        self._factory.more_repositories.append(path)
+        self.factory.more_repositories.append(path)
 
     async def unload(self, name: str, unload_dependents: bool = False) -> None:
         """Begin to unload; returns once new requests are refused. Unknown names are fine."""
@@ -357,7 +307,7 @@ class Lifecycle:
         async with entry.lock:
             self._unload_entry(entry)
         if unload_dependents and entry.config is not None:
-            for member, _version in self._factory.members(entry.config):
+            for member, _version in self.factory.members(entry.config):
                 other = self.entries.get(member)
                 if other and not other.explicit and not self._dependents(member):
                     await self.unload(member, unload_dependents=True)
@@ -367,6 +317,7 @@ class Lifecycle:
 
     def _unload_entry(self, entry: ModelEntry) -> None:
         entry.explicit = False
+        entry.failure = ""
         entry.fingerprint = None
         entry.override = ""
         for version, status in entry.versions.items():
@@ -412,7 +363,7 @@ class Lifecycle:
             for entry in self.entries.values()
             if entry.loaded
             and entry.config is not None
-            and any(member == name for member, _version in self._factory.members(entry.config))
+            and any(member == name for member, _version in self.factory.members(entry.config))
         ]
 
     async def _refresh_dependents(self, name: str) -> None:
@@ -420,7 +371,7 @@ class Lifecycle:
         for entry in self._dependents(name):
             assert entry.config is not None
             try:
-                self._factory.check_ensemble(entry.config)
+                self.factory.check_ensemble(entry.config)
             except NpuserveError as error:
                 logger.error("ensemble '%s' no longer fits: %s", entry.name, error)
                 async with entry.lock:
@@ -456,7 +407,7 @@ class Lifecycle:
         return [ModelIndexEntry(name)]
 
     async def _scan(self) -> Scan:
-        scan = await asyncio.to_thread(self._factory.scan)
+        scan = await asyncio.to_thread(self.factory.scan)
         self._ambiguous = scan.ambiguous
         return scan
 
@@ -484,14 +435,14 @@ class Lifecycle:
                 continue
             try:
                 config = await asyncio.to_thread(
-                    self._factory.load_config, directory, (overrides or {}).get(name)
+                    self.factory.load_config, directory, (overrides or {}).get(name)
                 )
             except NpuserveError as error:
-                self._entry(name).failure = error.reason
+                self.entry(name).failure = error.reason
                 logger.error("failed to poll model '%s': %s", name, error)
                 continue
             configs[name] = config
-            for member, _version in self._factory.members(config):
+            for member, _version in self.factory.members(config):
                 if member not in seen:
                     seen.add(member)
                     waiting.append(member)
@@ -499,175 +450,17 @@ class Lifecycle:
 
     def _override_directory(self, scan: Scan, entry: ModelEntry) -> None:
         if entry.file_override is not None:
-            scan.models[entry.name] = self._factory.directory_of(entry.name, entry.file_override)
+            scan.models[entry.name] = self.factory.directory_of(entry.name, entry.file_override)
             scan.problems.pop(entry.name, None)
 
     def _drop_file_override(self, entry: ModelEntry) -> None:
         directory, entry.file_override = entry.file_override, None
         if directory is not None:
-            shutil.rmtree(directory.parent, ignore_errors=True)
+            remove_files(directory)
 
-    def _entry(self, name: str) -> ModelEntry:
+    def entry(self, name: str) -> ModelEntry:
+        """What is known of a name; made on first use."""
         entry = self.entries.get(name)
         if entry is None:
             entry = self.entries[name] = ModelEntry(name)
         return entry
-
-
-class _Operation:
-    """One start-up or load call: each model is loaded once, members before their ensembles."""
-
-    def __init__(
-        self,
-        lifecycle: Lifecycle,
-        scan: Scan,
-        configs: dict[str, ModelConfig],
-        forced: bool = False,
-    ) -> None:
-        self._lifecycle = lifecycle
-        self._factory = lifecycle._factory
-        self._scan = scan
-        self._configs = configs
-        self._forced = forced
-        self._running: dict[str, asyncio.Future[None]] = {}
-
-    async def load(self, name: str, locked: bool = False) -> None:
-        """Load `name` after its members; concurrent callers share one load.
-
-        Args:
-            locked: the caller holds the entry's lock.
-        """
-        future = self._running.get(name)
-        if future is not None:
-            return await asyncio.shield(future)
-        future = self._running[name] = asyncio.get_running_loop().create_future()
-        try:
-            await self._load(name, locked)
-        except NpuserveError as error:
-            future.set_exception(error)
-            future.exception()  # a load that nobody else waits for is no unhandled error
-            raise
-        except BaseException:
-            future.cancel()
-            raise
-        future.set_result(None)
-        return None
-
-    async def _load(self, name: str, locked: bool) -> None:
-        entry = self._lifecycle._entry(name)
-        directory = self._scan.models.get(name)
-        config = self._configs.get(name)
-        if directory is None or config is None:
-            if directory is None and name not in self._scan.problems:
-                entry.failure = (
-                    self._lifecycle.ambiguity(name) or "model not found in any model repository."
-                )
-                logger.error("failed to poll model '%s': %s", name, entry.failure)
-            elif name in self._scan.problems:
-                entry.failure = self._scan.problems[name]
-            # Differs from Triton: the reason, which it only logs, is part of the answer.
-            raise InternalError(
-                f"failed to load '{name}', failed to poll from model repository: {entry.failure}"
-            )
-        if self._lifecycle._options.model_namespacing:
-            entry.namespace = directory.repository
-        members = {member for member, _version in self._factory.members(config)}
-        if members:
-            await self._load_members(entry, config, members)
-        if locked:
-            await self._lifecycle.load_one(entry, directory, config, self._forced)
-        else:
-            async with entry.lock:
-                await self._lifecycle.load_one(entry, directory, config, forced=False)
-
-    async def _load_members(
-        self, entry: ModelEntry, config: ModelConfig, members: set[str]
-    ) -> None:
-        cycle = self._cycle(entry.name)
-        if cycle:
-            text = f"circular dependency between ensembles: {' -> '.join(cycle)}"
-            self._fail(entry, config, InvalidArgumentError(text))
-        results = await asyncio.gather(
-            *(self._load_member(entry.name, member) for member in sorted(members)),
-            return_exceptions=True,
-        )
-        for result in results:
-            if isinstance(result, NpuserveError):
-                self._fail(entry, config, result)
-            elif isinstance(result, BaseException):
-                raise result
-        try:
-            self._factory.check_ensemble(config)
-        except NpuserveError as error:
-            self._fail(entry, config, error)
-
-    async def _load_member(self, ensemble: str, member: str) -> None:
-        loaded = self._lifecycle.entries.get(member)
-        if loaded is not None and loaded.loaded and member not in self._running:
-            return
-        try:
-            await self.load(member)
-        except InvalidArgumentError as error:
-            raise InvalidArgumentError(
-                f"ensemble '{ensemble}' depends on '{member}' which has no loaded version. Model "
-                f"'{member}' loading failed with error: {error}"
-            ) from error
-        except NpuserveError as error:
-            raise InvalidArgumentError(
-                f"ensemble {ensemble} contains models that are not available or ambiguous: "
-                f"{member} ({error})"
-            ) from error
-
-    def _cycle(self, name: str) -> list[str]:
-        """The way from `name` over members back to `name`; [] if there is none."""
-        stack = [[name]]
-        visited: set[str] = set()
-        while stack:
-            path = stack.pop()
-            config = self._configs.get(path[-1])
-            for member, _version in self._factory.members(config) if config else ():
-                if member == name:
-                    return [*path, name]
-                if member not in visited:
-                    visited.add(member)
-                    stack.append([*path, member])
-        return []
-
-    def _fail(self, entry: ModelEntry, config: ModelConfig, error: NpuserveError) -> NoReturn:
-        """Record why an ensemble cannot be loaded, and raise it as its load failure."""
-        directory = self._scan.models[entry.name]
-        text = ""
-        for version in self._factory.select_versions(config, directory):
-            text += f"version {version} is at UNAVAILABLE state: {error.reason};\n"
-            status = entry.versions.get(version)
-            if status is None or status.state is not ModelState.READY:
-                entry.versions[version] = VersionStatus(ModelState.UNAVAILABLE, error.reason)
-            logger.error("failed to load '%s' version %d: %s", entry.name, version, error.reason)
-        raise InvalidArgumentError(f"load failed for model '{entry.name}': {text}")
-
-
-def _write_files(name: str, files: Mapping[str, bytes]) -> Path:
-    """A temporary model directory with these files.
-
-    Raises:
-        InternalError: a path leaves the directory.
-    """
-    root = Path(tempfile.mkdtemp(prefix="npuserve-load-"))
-    model_dir = root / name
-    try:
-        for relative, content in files.items():
-            target = (model_dir / relative).resolve()
-            if not target.is_relative_to(model_dir.resolve()):
-                raise InternalError(
-                    f"Invalid file parameter 'file:{relative}' with normalized path '{target}' "
-                    "must stay within model directory."
-                )
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(content)
-    except BaseException:
-        shutil.rmtree(root, ignore_errors=True)
-        raise
-    return model_dir
-
-
-__all__ = ["Lifecycle", "ModelEntry", "ModelState", "VersionStatus"]

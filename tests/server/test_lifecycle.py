@@ -350,3 +350,25 @@ async def test_nothing_is_left_after_many_loads(tmp_path: Path) -> None:
 
 def instance_threads() -> list[str]:
     return [t.name for t in threading.enumerate() if t.name.startswith("instance-")]
+
+
+async def test_a_slip_in_a_load_call_does_not_make_the_server_unready(tmp_path: Path) -> None:
+    """Loading a name that exists nowhere fails and leaves strict readiness as it was."""
+    write_model(tmp_path, "m")
+    async with serve(tmp_path) as server:
+        with pytest.raises(InternalError):
+            await server.load_model("mm")
+        assert server.ready()
+        assert "mm" not in await states(server)
+
+
+async def test_a_model_whose_reload_failed_counts_as_ready(tmp_path: Path) -> None:
+    """The old version serves, so traffic may come."""
+    write_model(tmp_path, "m")
+    async with serve(tmp_path) as server:
+        write_model(tmp_path, "m", "max_batch_size: banana")
+        with pytest.raises(NpuserveError):
+            await server.load_model("m")
+        assert server.ready()
+        await server.unload_model("m")
+        assert server.ready()

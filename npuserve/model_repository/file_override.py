@@ -1,0 +1,42 @@
+"""Model directories made of the files that came with a load call. Blocks on the file system."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from npuserve.errors import InternalError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+def write_files(name: str, files: Mapping[str, bytes]) -> Path:
+    """A temporary model directory with these files; `remove_files` takes it away.
+
+    Raises:
+        InternalError: a path leaves the directory.
+    """
+    root = Path(tempfile.mkdtemp(prefix="npuserve-load-"))
+    model_dir = root / name
+    try:
+        for relative, content in files.items():
+            target = (model_dir / relative).resolve()
+            if not target.is_relative_to(model_dir.resolve()):
+                raise InternalError(
+                    f"Invalid file parameter 'file:{relative}' with normalized path '{target}' "
+                    "must stay within model directory."
+                )
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(content)
+    except BaseException:
+        shutil.rmtree(root, ignore_errors=True)
+        raise
+    return model_dir
+
+
+def remove_files(model_dir: Path) -> None:
+    """Remove what `write_files` made."""
+    shutil.rmtree(model_dir.parent, ignore_errors=True)
