@@ -12,9 +12,11 @@ EXAMPLE ?= model_repository
 REPOSITORY_model_repository := examples/model_repository
 REPOSITORY_vad := examples/vad/model_repository
 REPOSITORY_embedding := examples/embedding/model_repository
+REPOSITORY_yolo := examples/yolo/model_repository
 FETCH_model_repository := ocr
 FETCH_vad := vad
 FETCH_embedding := embedding
+FETCH_yolo := yolo
 ARGS ?=
 TESTS ?= tests
 
@@ -24,7 +26,7 @@ TESTS ?= tests
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-serve: $(MARKS)/serve $(MODELS)/.$(FETCH_$(EXAMPLE)) ## serve the examples (EXAMPLE=vad|embedding for others, ARGS=… for flags)
+serve: $(MARKS)/serve $(MODELS)/.$(FETCH_$(EXAMPLE)) ## serve the examples (EXAMPLE=vad|embedding|yolo for others, ARGS=… for flags)
 	$(BIN)/npuserve --model-repository $(REPOSITORY_$(EXAMPLE)) $(ARGS)
 
 test: $(MARKS)/test models ## run the tests (TESTS=… for some of them)
@@ -47,7 +49,7 @@ format: $(MARKS)/dev ## rewrite the sources in the project's format
 docs: $(MARKS)/serve ## write docs/reference/options.md from the declarations
 	$(BIN)/python docs/generate_options.py
 
-models: $(MODELS)/.ocr $(MODELS)/.vad $(MODELS)/.embedding ## fetch the model files of all examples
+models: $(MODELS)/.ocr $(MODELS)/.vad $(MODELS)/.embedding $(MODELS)/.yolo ## fetch the model files of all examples
 
 $(MODELS)/.%: examples/fetch_models.py | $(MARKS)/serve
 	@$(BIN)/python examples/fetch_models.py $*

