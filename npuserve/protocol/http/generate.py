@@ -28,6 +28,9 @@ _NOT_ONE = (
     "generate expects model to produce exactly 1 response, use generate stream for model that "
     "generates various number of responses"
 )
+# Responses may wait for a slow reader; a model cannot be told to wait, so its request is cancelled.
+_MAX_PENDING_BYTES = 64 << 20
+_TOO_SLOW = "the client reads too slowly: too many responses are waiting"
 _EVENTS = "text/event-stream; charset=utf-8"
 
 
@@ -95,16 +98,24 @@ class _Answers:
     def __init__(self, request_id: str) -> None:
         self.pending: deque[tuple[bytes, int]] = deque()
         self.request: InferenceRequest
+        self._pending_bytes = 0
         self._request_id = request_id
         self._news = asyncio.Event()
         self._ended = False
 
     def add(self, response: InferenceResponse | None, final: bool) -> None:
         """Callback of the request."""
-        if response is not None:
-            self.pending.append(self._encode(response))
+        if response is not None and not self._ended:
+            self._append(*self._encode(response))
         self._ended = self._ended or final
         self._news.set()
+
+    def _append(self, body: bytes, status: int) -> None:
+        self.pending.append((body, status))
+        self._pending_bytes += len(body)
+        if self._pending_bytes > _MAX_PENDING_BYTES:
+            self.pending.append((error_body(_TOO_SLOW), 503))
+            self.abandon()
 
     def abandon(self) -> None:
         """The client has gone, or got all there is."""
@@ -127,7 +138,9 @@ class _Answers:
         try:
             while True:
                 while self.pending:
-                    yield event(self.pending.popleft()[0])
+                    body, _ = self.pending.popleft()
+                    self._pending_bytes -= len(body)
+                    yield event(body)
                 if self._ended:
                     return
                 await self._next()

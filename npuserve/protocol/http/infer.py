@@ -192,7 +192,7 @@ class InferCall:
         """Cut the body into JSON and binary data, and parse the JSON."""
         length = self._json_length(len(body))
         if not length:
-            self._check_size("Raw input", len(body))
+            self._check_size(f"Raw input has a byte_size ({len(body)} bytes) that", len(body))
             model = self._model
             specs = model.input_specs
             self._submit(decode_raw(body, model.name, specs, model.max_batch_size))
@@ -202,8 +202,16 @@ class InferCall:
         if length < LARGE_DATA_BYTES:
             self._decode(parse_json(text), binary)
         else:
-            self._check_size("request JSON", length)
+            self._check_size(f"request JSON size of {length} bytes", length)
             self._in_thread(parse_large_json, text, then=lambda value: self._decode(value, binary))
+
+    def _check_size(self, what: str, size: int) -> None:
+        limit = self._service.max_input_size
+        if size > limit:
+            raise InvalidArgumentError(
+                f"{what} exceeds the maximum allowed input size of {limit} bytes. "
+                "Use --http-max-input-size to increase the limit."
+            )
 
     def _json_length(self, body_length: int) -> int:
         """Bytes of JSON in the body; 0 means that the body is one raw tensor."""
@@ -222,16 +230,6 @@ class InferCall:
                 f"got: {given.decode('latin-1')}"
             )
         return length
-
-    def _check_size(self, what: str, size: int) -> None:
-        limit = self._service.max_input_size
-        if size <= limit:
-            return
-        kind = "size" if what == "request JSON" else "has a byte_size"
-        raise InvalidArgumentError(
-            f"{what} {kind} of {size} bytes exceeds the maximum allowed input size of {limit} "
-            "bytes. Use --http-max-input-size to increase the limit."
-        )
 
     def _decode(self, document: Any, binary: Buffer) -> None:
         regions = self._service.shared_memory
@@ -356,6 +354,7 @@ class InferCall:
 
     def _fail(self, error: NpuserveError) -> None:
         self._release_regions()
+        self._request = None  # as in _on_response
         if self._cancelled:
             return
         if isinstance(error, UnsupportedError) and self._headers.content_encoding:

@@ -37,7 +37,7 @@ _KNOWN_PATHS = 1024  # remembered; a client cannot make it grow without bound
 
 # Time-outs against clients that hold connections without using them, in seconds.
 HEAD_SECONDS = 30.0  # for a request head, from its first byte
-STALL_SECONDS = 120.0  # without a byte of an unfinished body
+STALL_SECONDS = 120.0  # without a byte of an unfinished body, or without reading a reply
 DISCARD_SECONDS = 2.0  # reading on after a refused body, so that the client sees the reply
 
 MAX_HEAD_BYTES = 64 * 1024
@@ -101,6 +101,7 @@ class HttpSession(HttpToolsProtocol):
         self._head_bytes = 0
         # Start of the current phase, or the last byte of a body (loop time).
         self._since = self.loop.time()
+        self._paused_since = 0.0  # when the client's buffers were full (loop time)
         self._current: InferExchange | RequestResponseCycle | None = None
         self._surplus = False  # one connection more than --http-limit-connections
         self._new_parser()
@@ -153,14 +154,17 @@ class HttpSession(HttpToolsProtocol):
 
     def _feed(self, data: memoryview) -> None:
         try:
-            self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade as upgrade:
-            (consumed,) = upgrade.args
-            self._decline_upgrade(data[consumed:])
+            while data:
+                try:
+                    self.parser.feed_data(data)
+                    return
+                except httptools.HttpParserUpgrade as upgrade:
+                    data = data[upgrade.args[0] :]
+                    self._decline_upgrade()
         except httptools.HttpParserError as error:
             self.send_400_response(f"invalid HTTP request: {error}")
 
-    def _decline_upgrade(self, rest: memoryview) -> None:
+    def _decline_upgrade(self) -> None:
         """Serve HTTP/1.1 to a client that offered another protocol (h2c by Java, WebSocket).
 
         The parser takes the body for the other protocol's data, so the head is parsed again
@@ -168,15 +172,13 @@ class HttpSession(HttpToolsProtocol):
         """
         method = self.parser.get_method()
         if method == b"CONNECT":
-            self.send_400_response("CONNECT is not supported")
+            self._refuse(400, "CONNECT is not supported")
             return
         kept = (b"%b: %b\r\n" % field for field in self.headers if field[0].lower() != b"upgrade")
         version = self.parser.get_http_version().encode()
         head = b"%b %b HTTP/%b\r\n%b\r\n" % (method, self.url, version, b"".join(kept))
         self._new_parser()
-        self._feed(memoryview(head))
-        if rest:
-            self._feed(rest)
+        self.parser.feed_data(head)
 
     # -------------------------------------------------------- parser callbacks
 
@@ -201,7 +203,8 @@ class HttpSession(HttpToolsProtocol):
         if self._surplus:
             self._refuse(503, "too many connections")
             return
-        if self.parser.get_http_version() == "0.9":
+        version = self.parser.get_http_version()
+        if version == "0.9":
             self._refuse(400, "HTTP/0.9 is not supported")
             return
         self._phase = _Phase.BODY
@@ -209,7 +212,8 @@ class HttpSession(HttpToolsProtocol):
         if target is None or self.parser.get_method() != b"POST":
             self._begin_application_request()
         else:
-            self._begin_infer(target)
+            # As uvicorn: HTTP/1.0 connections are not kept, whatever their headers say.
+            self._begin_infer(target, version != "1.0" and self.parser.should_keep_alive())
 
     def _begin_application_request(self) -> None:
         """Let uvicorn see the request head that was collected."""
@@ -220,8 +224,7 @@ class HttpSession(HttpToolsProtocol):
             super().on_header(name, value)
         super().on_headers_complete()
 
-    def _begin_infer(self, target: InferTarget) -> None:
-        keep_alive = self.parser.should_keep_alive() and self.parser.get_http_version() != "1.0"
+    def _begin_infer(self, target: InferTarget, keep_alive: bool) -> None:
         headers = InferHeaders(self.headers)
         exchange = InferExchange(self, target, headers, keep_alive)
         previous, self.cycle = self.cycle, exchange
@@ -301,6 +304,11 @@ class HttpSession(HttpToolsProtocol):
                 self.flow.resume_reading()
             self._start_asgi_task(cycle, app)
 
+    def pause_writing(self) -> None:
+        """The client does not read what was written."""
+        super().pause_writing()
+        self._paused_since = self.loop.time()
+
     def resume_writing(self) -> None:
         """The client reads again."""
         super().resume_writing()
@@ -312,12 +320,30 @@ class HttpSession(HttpToolsProtocol):
         self._refuse(400, msg)
 
     def _refuse(self, status: int, text: str) -> None:
-        """Reply at once, whatever is in progress, and close."""
+        """Reply to what cannot be a request of the connection's, and close.
+
+        If an earlier request is still to be answered, its reply is not cut into: the connection
+        ends after it.
+        """
+        in_turn = self._in_turn()
         self.discard_input()
-        if not self.transport.is_closing():
+        if self.transport.is_closing():
+            return
+        if in_turn:
             reply = Reply(status, [error_body(text)])
             self.transport.write(reply.head(keep_alive=False) + b"".join(reply.parts))
             self.transport.close()
+        elif self.cycle is not None:
+            self.cycle.keep_alive = False
+
+    def _in_turn(self) -> bool:
+        """Whether nothing, or only a request without its whole body, waits for its reply."""
+        current = self._current
+        if current is None:
+            return True
+        if current is not self.cycle or self._phase is not _Phase.BODY:
+            return False
+        return not (isinstance(current, RequestResponseCycle) and current.response_started)
 
     def discard_input(self) -> None:
         """Throw away what the client still sends; the connection closes soon."""
@@ -335,8 +361,8 @@ class HttpSession(HttpToolsProtocol):
             _Phase.BODY: STALL_SECONDS,
             _Phase.DISCARD: DISCARD_SECONDS,
         }[self._phase]
-        if self.flow.write_paused and self._current is None:
-            if now - self._since > STALL_SECONDS:
+        if self.flow.write_paused:
+            if now - self._paused_since > STALL_SECONDS:
                 self.transport.abort()
         elif waiting_for_client and not self.flow.read_paused and now - self._since > limit:
             self.transport.close()

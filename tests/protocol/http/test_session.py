@@ -183,6 +183,15 @@ async def test_buffers_are_freed_with_the_reply(server: FakeServer, wire: Wire) 
     assert server.buffer_pool.leased_bytes == 0
 
 
+async def test_buffers_are_freed_with_an_error(server: FakeServer, wire: Wire) -> None:
+    """Also when the core or the decoder refuses the request."""
+    head, blob = infer_binary(bytes(1_000_000))
+    wire.feed(post_binary(head.replace(b"INPUT0", b"NOPE"), blob))
+    wire.feed(post_binary(b"{" + head, blob))
+    assert wire.statuses == [400, 400]
+    assert server.buffer_pool.leased_bytes == 0
+
+
 async def test_the_tensor_of_a_large_body_is_aligned(server: FakeServer, wire: Wire) -> None:
     """The data behind the JSON start at a multiple of 64 bytes."""
     wire.feed(post_binary(*infer_binary(bytes(1_000_000))))
@@ -303,6 +312,36 @@ async def test_an_upgrade_offer_is_ignored(wire: Wire) -> None:
     offer = ("Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAMAAABk")
     wire.feed(post(PATH, infer_json([1], id="a"), *offer) + post(PATH, infer_json([1], id="b")))
     assert wire.ids == ["a", "b"]
+
+
+async def test_many_upgrade_offers_in_one_packet(wire: Wire) -> None:
+    """They need no deep recursion."""
+    offer = ("Connection: Upgrade", "Upgrade: h2c")
+    wire.feed(post(PATH, infer_json([1], id="x"), *offer) * 300)
+    assert wire.statuses == [200] * 300
+
+
+async def test_garbage_behind_a_request_in_progress() -> None:
+    """Its reply comes whole, then the connection ends."""
+    held = Held()
+    wire = Wire(FakeServer(FakeModel(answer=held)))
+    wire.feed(post(PATH, infer_json([1])) + b"GARBAGE\r\n\r\n")
+    assert wire.statuses == []
+    held.requests.get_nowait().deliver(InferenceResponse([]), final=True)
+    assert wire.statuses == [200]
+    assert b"Connection: close" in wire.written
+    wire.session.expire(wire.session.loop.time() + DISCARD_SECONDS + 1)
+    assert wire.transport.closed
+    wire.close()
+
+
+async def test_garbage_in_a_body(server: FakeServer, wire: Wire) -> None:
+    """A bad chunk is told at once."""
+    head = f"POST {PATH} HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
+    wire.feed(head + b"5\r\nabcde\r\nxyz\r\n")
+    assert wire.statuses == [400]
+    assert wire.transport.closed
+    assert server.requests == []
 
 
 async def test_connect_is_refused(wire: Wire) -> None:

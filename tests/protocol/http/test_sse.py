@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from npuserve.errors import InternalError, InvalidArgumentError
+from npuserve.protocol.http import generate as generate_module
 from npuserve.protocol.http.sse import decode_generate
 from npuserve.request import InferenceRequest
 from npuserve.response import InferenceResponse
@@ -145,6 +146,24 @@ async def test_a_client_that_leaves_cancels(start: Start, path: str, started: bo
         request.deliver(text_response("one"), final=False)
     await client.close()
     assert await cancelled is request
+
+
+async def test_a_slow_reader_has_a_limit(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Responses do not pile up without end: the request is cancelled, the client told."""
+    monkeypatch.setattr(generate_module, "_MAX_PENDING_BYTES", 1000)
+    requests: list[InferenceRequest] = []
+
+    def flood(request: InferenceRequest) -> None:
+        requests.append(request)
+        for _ in range(100):
+            request.deliver(text_response("x" * 100), final=False)
+
+    client = await (await start(text_model(flood))).connect()
+    reply = await client.ask(post(STREAM, b'{"text":"x"}'))
+    events = reply.body.split(b"\n\n")
+    assert len(events) < 15
+    assert b"reads too slowly" in events[-2]
+    assert requests[0].cancelled
 
 
 @pytest.mark.parametrize("path", [PATH, STREAM])
