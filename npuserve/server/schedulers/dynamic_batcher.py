@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from npuserve.server.instance import Instance
     from npuserve.server.schedulers.base import SchedulerContext
 
-_SHORT_EXECUTION_NS = 10_000_000
+_SHORT_EXECUTION_NS = 30_000_000
 
 
 class DynamicBatcher:

@@ -339,6 +339,48 @@ def test_the_second_batch_in_an_instance_is_only_started_full() -> None:
     assert model.pool.sizes == [1, 4, 1]
 
 
+@pytest.mark.parametrize(
+    ("duration_ms", "batching", "inflight"),
+    [
+        (5, "", 2),
+        (50, "", 1),  # a long execution hides the gap
+        (5, "priority_levels: 2 default_priority_level: 1", 1),
+        (5, "default_queue_policy { max_queue_size: 100 }", 1),
+        (5, "default_queue_policy { default_timeout_microseconds: 1000000 }", 1),
+    ],
+)
+def test_the_next_full_batch_is_at_hand_when_a_short_execution_ends(
+    duration_ms: int, batching: str, inflight: int
+) -> None:
+    """One more batch than runs is given to the instance, unless it could still be reordered."""
+    model = Model(batching, max_batch_size=4, duration_ns=duration_ms * MS)
+    model.pool.prefetches = True
+    model.send("learn how long one takes")
+    model.clock.advance(ms=100)
+    model.send_together(4 * 4)
+    assert model.pool.instances[0].inflight == inflight
+    model.clock.advance(ms=1_000)
+    assert model.pool.sizes == [1, 4, 4, 4, 4]
+
+
+def test_a_partial_batch_is_not_handed_over_early() -> None:
+    """It goes when the instance is free, or the moment it is full."""
+    model = Model(max_batch_size=4, duration_ns=5 * MS)
+    model.pool.prefetches = True
+    model.send("learn")
+    model.clock.advance(ms=100)
+    model.send_together(4)
+    model.send_together(3)
+    assert (model.pool.instances[0].inflight, model.scheduler.queued) == (1, 3)
+    model.send("fourth")
+    assert (model.pool.instances[0].inflight, model.scheduler.queued) == (2, 0)
+    model.send_together(2)
+    model.clock.advance(ms=5)
+    assert model.scheduler.queued == 2
+    model.clock.advance(ms=50)
+    assert model.pool.sizes == [1, 4, 4, 2]
+
+
 def test_a_hundred_thousand_queued_requests_leave_nothing_behind() -> None:
     """A queue of 100,000 with every third one cancelled empties completely."""
     model = Model(max_batch_size=64, duration_ns=1)
