@@ -41,6 +41,7 @@ class Placement:
         index: running number over all instances of the model version.
         host_policy: name given in the group, else `gpu_<id>`, `cpu` or `model`.
         profile, passive, rate_limiter: taken from the group as they are.
+        cpu_cores: cores the host policy leaves it; empty for all.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Placement:
     profile: tuple[str, ...] = ()
     passive: bool = False
     rate_limiter: Any = None  # ModelRateLimiter message of the group, or None
+    cpu_cores: frozenset[int] = frozenset()
 
 
 class ServerServices(Protocol):

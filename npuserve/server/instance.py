@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import queue
 import threading
 from collections import deque
@@ -234,6 +235,8 @@ class ThreadInstance(Instance):
     def _serve(self, ready: asyncio.Future[None]) -> None:
         self.thread_id = threading.get_ident()
         instance = self.backend_instance
+        if self.placement.cpu_cores:
+            os.sched_setaffinity(0, self.placement.cpu_cores)  # of this thread alone
         try:
             instance.initialize()
         except BaseException as error:  # a model may raise SystemExit; the load must fail then

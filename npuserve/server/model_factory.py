@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from npuserve import model_repository
@@ -18,6 +19,7 @@ from npuserve.model_config import ModelConfig
 from npuserve.server import instance_group
 from npuserve.server.devices import visible_cards
 from npuserve.server.ensemble_graph import check_ensemble, member_models
+from npuserve.server.host_policy import policy_cores
 from npuserve.server.model import Model
 from npuserve.server.warmup import run_warmup
 
@@ -130,9 +132,15 @@ class ModelFactory:
             model_repository.normalize(config)
             cards = visible_cards()
             instance_group.fill_instance_groups(config, cards)
-            context.placements = instance_group.placements(config)
+            context.placements = [
+                replace(placement, cpu_cores=self._policy_cores(placement.host_policy))
+                for placement in instance_group.placements(config)
+            ]
         model_repository.validate_config(config, directory, completed=True)
         return context, backend
+
+    def _policy_cores(self, policy: str) -> frozenset[int]:
+        return policy_cores(policy, self._options.host_policy.get(policy, {}))
 
     def _configure_pool(self, pool: InstancePool, config: ModelConfig) -> None:
         if self._server.rate_limiter is not None:

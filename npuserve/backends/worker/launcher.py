@@ -78,7 +78,14 @@ class Launcher:
         Raises:
             InternalError: the interpreter does not come up.
         """
-        return await start_worker(self.fork_server, peer, self.settings.start_timeout_s, self.log)
+        process, output = await start_worker(
+            self.fork_server, peer, self.settings.start_timeout_s, self.log
+        )
+        if self.placement.cpu_cores:
+            # Before the INIT message: the threads that runtimes start inherit it.
+            with contextlib.suppress(ProcessLookupError):  # its death is noticed elsewhere
+                os.sched_setaffinity(process.pid, self.placement.cpu_cores)
+        return process, output
 
 
 async def start_worker(
