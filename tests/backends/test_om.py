@@ -20,6 +20,7 @@ from npuserve.errors import (
 )
 from npuserve.testing.backend_driver import BackendDriver
 from npuserve.testing.check_backend import check_backend
+from npuserve.testing.simulator.device import Stream
 from npuserve.testing.simulator.runtime import Runtime
 from tests.backends import onnx_models
 from tests.backends.npu_models import (
@@ -231,6 +232,7 @@ async def test_shape_outside_of_the_range_is_refused(tmp_path: Path, machine: Ru
     compile_om(affine(tmp_path, ["n", "l"]), "--input_shape=x:1~4,8")
     async with serve(tmp_path, "max_batch_size: 8") as driver:
         (answer,) = await driver.infer({"x": rows(5, 8)})
+        assert isinstance(answer.error, InvalidArgumentError)
         assert "145021" in str(answer.error)
         assert "outside of [[1, 4], [8, 8]]" in str(answer.error)
         await check_affine(driver, rows(4, 8))
@@ -380,10 +382,12 @@ def test_core_limits_are_cube_and_vector() -> None:
 
 
 async def test_core_limits_reach_the_runtime(tmp_path: Path, machine: Runtime) -> None:
-    """`aicore_num` is set on the card before the model is loaded."""
+    """`aicore_num` is set on the stream that computes, before the model is loaded."""
     async with serve(batch_om(tmp_path), parameters(aicore_num="12|24")):
-        assert machine.cards[0].core_limits == {0: 12, 1: 24}
-        assert machine.log.index("acl.rt.set_device_res_limit") < len(machine.log)
+        limits = [
+            stream.core_limits for stream in machine.objects.values() if isinstance(stream, Stream)
+        ]
+        assert {0: 12, 1: 24} in limits
 
 
 # ais_bench.

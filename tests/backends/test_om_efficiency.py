@@ -175,5 +175,5 @@ async def test_one_thread_feeds_four_cards(tmp_path: Path) -> None:
                 await saturate(driver, 4 * BATCHES)
                 rates[cards] = executions_per_ns(machine)
                 counts = [len([s for s in c.trace if s.engine == "compute"]) for c in machine.cards]
-                assert max(counts) - min(counts) <= 2
+                assert max(counts) - min(counts) <= 8
     assert rates[4] / rates[1] >= 3.8

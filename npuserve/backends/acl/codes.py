@@ -199,6 +199,11 @@ def is_device_exception(code: int) -> bool:
     return 507000 <= code < 508000
 
 
+def is_bad_request(code: int) -> bool:
+    """Whether a gear or shape was asked for that the model does not have."""
+    return code in (145011, 145012, 145013, 145020, 145021, 145022)
+
+
 def is_out_of_resources(code: int) -> bool:
     """Whether the call may work once others have given something back."""
     return 207000 < code < 208000 or code in (200000, 245000)

@@ -15,7 +15,12 @@ import threading
 from typing import Any
 
 from npuserve.backends.acl import codes
-from npuserve.errors import InternalError, NpuserveError, UnavailableError
+from npuserve.errors import (
+    InternalError,
+    InvalidArgumentError,
+    NpuserveError,
+    UnavailableError,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +47,10 @@ class AclInternalError(AclCallError, InternalError):
     """A failure on the server's side."""
 
 
+class AclInvalidArgumentError(AclCallError, InvalidArgumentError):
+    """A gear or shape that the model was not compiled for."""
+
+
 class AclUnavailableError(AclCallError, UnavailableError):
     """Out of device memory, streams or events: may work later or elsewhere."""
 
@@ -63,7 +72,11 @@ def make_error(call: str, ret: int, detail: str, context: str = "") -> AclCallEr
         parts.append(info.hint)
     if detail:
         parts.append(f"the runtime says: {' '.join(detail.split())}")
-    kind = AclUnavailableError if codes.is_out_of_resources(ret) else AclInternalError
+    kind: type[AclCallError] = AclInternalError
+    if codes.is_out_of_resources(ret):
+        kind = AclUnavailableError
+    elif codes.is_bad_request(ret):
+        kind = AclInvalidArgumentError
     error = kind("; ".join(parts))
     error.call = call
     error.ret = ret

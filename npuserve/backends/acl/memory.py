@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,6 +50,14 @@ class HostBuffer(Owned):
         self._stack.callback(library.release, "acl.rt.free_host", self.pointer)
         memory = (ctypes.c_char * size).from_address(self.pointer)
         self.array: NDArray[np.uint8] = np.frombuffer(memoryview(memory), np.uint8)
+
+    def download(self, offset: int, source: int, size: int, stream: Stream) -> None:
+        """Queue the copy of `size` bytes at a device address to a place in this memory."""
+        self.library.call(
+            "acl.rt.memcpy_async", self.pointer + offset, self.size - offset, source, size,
+            int(codes.MemcpyKind.DEVICE_TO_HOST), stream.handle,
+            context=f"copying {size} bytes from the card",
+        )  # fmt: skip
 
 
 class StagingBuffer(Owned):
@@ -95,26 +103,9 @@ class StagingBuffer(Owned):
 
     def download(self, size: int, stream: Stream) -> None:
         """Queue the copy of the first `size` bytes from the card."""
-        self.library.call(
-            "acl.rt.memcpy_async", self.host.pointer, self.host.size, self.device.pointer,
-            size, int(codes.MemcpyKind.DEVICE_TO_HOST), stream.handle,
-            context=f"copying {size} bytes from the card",
-        )  # fmt: skip
+        self.host.download(0, self.device.pointer, size, stream)
 
 
 def free_foreign(library: AclLibrary, pointer: int) -> None:
     """Free device memory that the runtime allocated for an output of unknown size."""
     library.release("acl.rt.free", pointer)
-
-
-def read_device(library: AclLibrary, host: HostBuffer, pointer: int, size: int) -> None:
-    """Copy `size` bytes at `pointer` on the card into `host`; waits (and holds the GIL)."""
-    library.call(
-        "acl.rt.memcpy", host.pointer, host.size, pointer, size,
-        int(codes.MemcpyKind.DEVICE_TO_HOST), context=f"copying {size} bytes from the card",
-    )  # fmt: skip
-
-
-def as_bytes(array: NDArray[Any]) -> NDArray[np.uint8]:
-    """uint8 view of a C-contiguous array."""
-    return array.reshape(-1).view(np.uint8)

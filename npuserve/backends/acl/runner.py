@@ -14,6 +14,7 @@ All methods belong to one thread.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -31,15 +32,16 @@ from npuserve.backends.acl.memory import (
     HostBuffer,
     StagingBuffer,
     free_foreign,
-    read_device,
 )
 from npuserve.backends.acl.model import Dataset, LoadedModel, ModelDescription, ModelKind
 from npuserve.backends.acl.runtime import Context, Event, Owned, Stream
-from npuserve.errors import InternalError, InvalidArgumentError
+from npuserve.errors import InvalidArgumentError
 from npuserve.tensor import ITEM_SIZE
 
 if TYPE_CHECKING:
     import numpy as np
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -130,9 +132,9 @@ class ModelRunner(Owned):
         self._dims_by_gear: dict[Dims, tuple[Dims, ...]] = {}
         with ExitStack() as stack:
             self._context = stack.enter_context(Context(library, options.device_id))
-            if options.cube_cores or options.vector_cores:
-                self._context.limit_cores(options.cube_cores, options.vector_cores)
             self._compute = stack.enter_context(Stream(library))
+            if options.cube_cores or options.vector_cores:
+                self._limit_cores(options.cube_cores, options.vector_cores)
             self._model = stack.enter_context(LoadedModel(library, path))
             self.description = self._model.description
             self._slots = [
@@ -143,6 +145,11 @@ class ModelRunner(Owned):
             # First out: nothing may be freed while the card still works with it.
             stack.callback(self._drain)
             self._stack = stack.pop_all()
+
+    def _limit_cores(self, cube: int, vector: int) -> None:
+        """For this instance alone where CANN can do that, else for the card."""
+        if not (self._compute.limit_cores(cube, vector) or self._context.limit_cores(cube, vector)):
+            logger.warning("this CANN cannot limit AI cores at run time; use atc --aicore_num")
 
     def _learn_output_rules(self) -> list[dict[int, AxisRule | None]]:
         gears = self.description.gears
@@ -295,24 +302,25 @@ class ModelRunner(Owned):
         return outputs
 
     def _collect_dynamic(self, slot: Slot) -> list[NDArray[Any]]:
-        """Outputs of unknown size: the runtime allocated them; copy and free."""
-        sizes: list[tuple[Dims, int]] = []
+        """Outputs of unknown size, which the runtime allocated: copy and free."""
+        outputs: list[tuple[Dims, int, int]] = []  # dims, bytes, place in the landing memory
+        end = 0
         for index, spec in enumerate(self.description.outputs):
             dims = slot.output_dataset.shape(index)
-            sizes.append((dims, prod(dims) * ITEM_SIZE[spec.datatype]))
-        landing = slot.landing(max(sum(size + 64 for _, size in sizes), 64))
-        outputs: list[NDArray[Any]] = []
-        for index, (dims, size) in enumerate(sizes):
-            item = ITEM_SIZE[self.description.outputs[index].datatype]
-            pointer = slot.output_dataset.pointer(index)
-            if size and not pointer:
-                raise InternalError(f"the runtime allocated no memory for output {index}")
+            size = prod(dims) * ITEM_SIZE[spec.datatype]
+            outputs.append((dims, size, end))
+            end += -(-size // 64) * 64  # asynchronous copies need aligned addresses
+        landing = slot.landing(max(end, 64))
+        for index, (_, size, offset) in enumerate(outputs):
             if size:
-                read_device(self._library, landing, pointer, size)
-            # The landing place is used again for the next output.
-            outputs.append(landing.array[:size].copy().reshape(*dims, item))
+                landing.download(offset, slot.output_dataset.pointer(index), size, slot.stream)
+        # Only synchronising lets go of the GIL, a plain memcpy would not.
+        slot.stream.synchronize()
         self._free_outputs(slot)
-        return outputs
+        return [
+            landing.array[offset : offset + size].reshape(*dims, ITEM_SIZE[spec.datatype])
+            for (dims, size, offset), spec in zip(outputs, self.description.outputs, strict=True)
+        ]
 
     def _free_outputs(self, slot: Slot) -> None:
         """Free what the runtime allocated for the outputs of a dynamic-shape execution."""
