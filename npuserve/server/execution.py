@@ -20,7 +20,7 @@ from npuserve.response import InferenceResponse
 from npuserve.server.statistics import FailureReason
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from npuserve.request import InferenceRequest
     from npuserve.server.instance import Instance
@@ -108,21 +108,18 @@ class Batch:
     ) -> None:
         if request.finished:
             return
+        instance = self.instance
         if response is not None:
-            owner = self.instance
-            response.model_name = owner.model_name
-            response.model_version = owner.model_version
+            response.model_name = instance.model_name
+            response.model_version = instance.model_version
             if response.outputs:
-                owner.pool.finish_outputs(response)
-        index, ready_ns = request.response_count, _now_ns()
+                instance.pool.finish_outputs(response)
         if final and request.parent is not None:
-            request.compute_ns = self._compute_ns(ready_ns)
-        request.deliver(response, final)
-        if self.instance.decoupled and not request.filler:
-            self._count_response(request, response, index, ready_ns)
-        if index == 0 and response is not None and self.instance.statistics.detail is not None:
-            first_ns = ready_ns - request.start_ns
-            self.instance.statistics.detail.observe_first_response(first_ns)
+            request.compute_ns = self._compute_ns(_now_ns())
+        if instance.decoupled or instance.statistics.detail is not None:
+            self._deliver_and_count(request, response, final)
+        else:
+            request.deliver(response, final)
         # Only now: a layer on the way may have made it an error (a state of the wrong shape).
         if response is not None and response.error is not None:
             if self._failed is None:
@@ -130,9 +127,21 @@ class Batch:
             self._failed.add(id(request))
         if final:
             if self._is_done:
-                self._count(request)
+                self._count((request,))
             else:
                 self._finished.append(request)
+
+    def _deliver_and_count(
+        self, request: InferenceRequest, response: InferenceResponse | None, final: bool
+    ) -> None:
+        """Deliver, and count the response by its index and time."""
+        index, ready_ns = request.response_count, _now_ns()
+        request.deliver(response, final)
+        if self.instance.decoupled and not request.filler:
+            self._count_response(request, response, index, ready_ns)
+        detail = self.instance.statistics.detail
+        if index == 0 and response is not None and detail is not None:
+            detail.observe_first_response(ready_ns - request.start_ns)
 
     def done(self, error: NpuserveError | None = None) -> None:
         """See `ExecutionBatch.done`."""
@@ -149,8 +158,7 @@ class Batch:
                 input_ready = self._input_ready_ns or self.start_ns
                 output_ready = self._output_ready_ns or now
                 request.trace.executed(request, self.start_ns, input_ready, output_ready, now)
-        for request in self._finished:
-            self._count(request)
+        self._count(self._finished)
         self._finished = []
         self._free()
 
@@ -214,17 +222,27 @@ class Batch:
         else:
             statistics.response(index, infer_ns, now - ready_ns, response.error is not None)
 
-    def _count(self, request: InferenceRequest) -> None:
-        if request.filler:
-            return
-        statistics = self.instance.statistics
-        total_ns = _now_ns() - request.start_ns
-        if self._failed is not None and id(request) in self._failed:
-            reason = FailureReason.CANCELED if request.cancelled else FailureReason.BACKEND
-            statistics.request_failure(reason, total_ns)
-        else:
-            queue_ns = max(0, self.start_ns - request.queue_ns)
-            statistics.request_success(request.batch_size, total_ns, queue_ns, *self._times)
+    def _count(self, requests: Iterable[InferenceRequest]) -> None:
+        """Count final requests; their execution is over."""
+        statistics, failed, now = self.instance.statistics, self._failed, _now_ns()
+        count = elements = total_ns = queue_ns = 0
+        for request in requests:
+            if request.filler:
+                continue
+            if failed is not None and id(request) in failed:
+                reason = FailureReason.CANCELED if request.cancelled else FailureReason.BACKEND
+                statistics.request_failure(reason, now - request.start_ns)
+                continue
+            request_ns = now - request.start_ns
+            waited_ns = max(0, self.start_ns - request.queue_ns)
+            count += 1
+            elements += request.batch_size or 1
+            total_ns += request_ns
+            queue_ns += waited_ns
+            if statistics.detail is not None:
+                statistics.observe(request_ns, waited_ns, self._times)
+        if count:
+            statistics.requests_succeeded(count, elements, total_ns, queue_ns, self._times)
 
 
 class ThreadBatch(Batch):

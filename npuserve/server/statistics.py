@@ -126,17 +126,41 @@ class ModelStatistics:
         input_ns: int, infer_ns: int, output_ns: int,
     ) -> None:  # fmt: skip
         """A request ended well after an execution with these durations."""
-        self.inference_count += batch_size or 1
-        self.success.add(total_ns)
-        self.queue.add(queue_ns)
-        self.compute_input.add(input_ns)
-        self.compute_infer.add(infer_ns)
-        self.compute_output.add(output_ns)
+        times = (input_ns, infer_ns, output_ns)
+        self.observe(total_ns, queue_ns, times)
+        self.requests_succeeded(1, batch_size or 1, total_ns, queue_ns, times)
+
+    def observe(self, total_ns: int, queue_ns: int, times: tuple[int, int, int]) -> None:
+        """Add the durations of one successful request to the distributions, if they are on."""
         if self.detail is not None:
+            input_ns, infer_ns, output_ns = times
             self.detail.observe(
                 request=total_ns, queue=queue_ns, compute_input=input_ns,
                 compute_infer=infer_ns, compute_output=output_ns,
             )  # fmt: skip
+
+    def requests_succeeded(
+        self, count: int, elements: int, total_ns: int, queue_ns: int, times: tuple[int, int, int]
+    ) -> None:
+        """Count requests of one execution that ended well; `observe` sees each.
+
+        Args:
+            count, elements: requests and their batch elements.
+            total_ns, queue_ns: sums over the requests.
+            times: durations of compute_input, compute_infer and compute_output, which count in
+                full for each request.
+        """
+        self.inference_count += elements
+        input_ns, infer_ns, output_ns = times
+        for duration, ns in (
+            (self.success, total_ns),
+            (self.queue, queue_ns),
+            (self.compute_input, input_ns * count),
+            (self.compute_infer, infer_ns * count),
+            (self.compute_output, output_ns * count),
+        ):
+            duration.count += count
+            duration.ns += ns
 
     def request_cache_hit(self, total_ns: int, lookup_ns: int) -> None:
         """A request was answered from the cache: a success without inference or execution."""
