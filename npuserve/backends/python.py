@@ -24,7 +24,11 @@ from npuserve.backends.worker.parent import WorkerInstance
 from npuserve.backends.worker.process import ForkServer, Interpreter
 from npuserve.backends.worker.services import error_of
 from npuserve.backends.worker.settings import WorkerSettings
-from npuserve.backends.worker.thread import ThreadModelInstance
+from npuserve.backends.worker.thread import (
+    AsyncThreadInstance,
+    LocalModel,
+    ThreadModelInstance,
+)
 from npuserve.buffer_pool import BufferPool
 from npuserve.errors import InternalError, InvalidArgumentError
 from npuserve.model_config import config_from_json
@@ -121,8 +125,8 @@ class PythonBackend(Backend):
 
     def _thread(
         self, context: BackendModelContext, placement: Placement, file: Path
-    ) -> ThreadModelInstance:
-        return ThreadModelInstance(
+    ) -> ModelInstance | LoopInstance:
+        model = LocalModel(
             context,
             placement,
             file,
@@ -130,6 +134,12 @@ class PythonBackend(Backend):
             None if context.services is None else context.services.loop,
             self._buffer_pool(context),
         )
+        if re.search(
+            r"^\s+async\s+def\s+execute\b", file.read_text("utf-8", "replace"), re.MULTILINE
+        ):
+            settings = WorkerSettings.of(context.parameters, context.backend_options)
+            return AsyncThreadInstance(model, placement.name, settings.async_batches)
+        return ThreadModelInstance(model)
 
     def _file(self, context: BackendModelContext) -> Path:
         """The file with the model's class.

@@ -30,8 +30,10 @@ if TYPE_CHECKING:
 # Pauses before a restart: none for the first death, then doubling.
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 10.0
-# A worker that lived this long had not failed for the reason of the former one.
+# A worker that lived this long, or that executed this many batches, was healthy: the pauses
+# start anew when it dies.
 _HEALTHY_AFTER_S = 10.0
+_HEALTHY_AFTER_BATCHES = 100
 
 # How long the exit status may come after the end of the channel.
 _EXIT_STATUS_WAIT_S = 0.2
@@ -59,6 +61,7 @@ class WorkerInstance(LoopInstance):
         self._timed_out = False
         self._pause_s = 0.0
         self._started_at = 0.0
+        self._first_batch = 1  # of the running worker
         self._restarting: asyncio.Task[None] | None = None
         self.available = True
 
@@ -70,6 +73,8 @@ class WorkerInstance(LoopInstance):
         facts = await self._launch()
         overlaps = bool(facts["async"])
         self._launcher.caller.overlaps = overlaps or self._launcher.decoupled
+        # A worker reads its next batch when it has sent the result of the last one.
+        self.prefetches = not overlaps
         if overlaps:
             self.max_inflight = self._settings.async_batches
 
@@ -102,6 +107,7 @@ class WorkerInstance(LoopInstance):
             raise
         finally:
             self._started_at = self._loop.time()
+            self._first_batch = self._next_batch
 
     def _discard(self, connection: Connection) -> None:
         """End what is left of a worker that did not become ready."""
@@ -157,14 +163,13 @@ class WorkerInstance(LoopInstance):
         items = []
         for request in batch.requests:
             tensors = []
-            # What has a parent may be read by others while this model writes to its inputs.
-            copy = request.parent is not None
+            copy = request.inputs_shared
             for tensor in request.inputs.values():
                 data: Any = tensor.data
                 if len(data) >= wire.INLINE_BYTES:
                     data = link.lend(data, copy=copy)
                 tensors.append((tensor.name, wire.CODE_OF[tensor.datatype], tensor.shape, data))
-            items.append((tensors, _fields(request)))
+            items.append((tensors, request_fields(request)))
             request.on_cancel = cancel
         self._batches[batch_id] = batch
         connection.send(wire.EXECUTE, (batch_id, items))
@@ -370,7 +375,7 @@ class WorkerInstance(LoopInstance):
 
     async def _restart(self) -> None:
         while True:
-            if self._loop.time() - self._started_at > _HEALTHY_AFTER_S:
+            if self._was_healthy():
                 self._pause_s = 0.0
             await asyncio.sleep(self._pause_s)
             self._pause_s = min(max(2 * self._pause_s, _FIRST_PAUSE_S), _LONGEST_PAUSE_S)
@@ -385,6 +390,11 @@ class WorkerInstance(LoopInstance):
         self._launcher.log.info("model instance '%s' was restarted", self.name)
         self.available = True
         self._tell_availability()
+
+    def _was_healthy(self) -> bool:
+        lived_s = self._loop.time() - self._started_at
+        executed = self._next_batch - self._first_batch
+        return lived_s > _HEALTHY_AFTER_S or executed > _HEALTHY_AFTER_BATCHES
 
     def _tell_availability(self) -> None:
         if self.on_available_change is not None:
@@ -403,7 +413,7 @@ _OTHER: dict[int, Any] = {
 }
 
 
-def _fields(request: InferenceRequest) -> Any:
+def request_fields(request: InferenceRequest) -> Any:
     """The fields of a request besides its tensors, None when all have their defaults."""
     parameters = request.parameters
     trace = request.trace

@@ -8,193 +8,39 @@ models may expect of each other's modules is in `loader.PrivateNamespace`.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import json
 import threading
-from collections.abc import Callable
+import time
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from npuserve.backends.base import ExecutionBatch, ModelInstance
+from npuserve.backends.base import ExecutionBatch, LoopInstance, ModelInstance
 from npuserve.backends.worker import wire
 from npuserve.backends.worker.host import ModelFailedError, ModelHost
 from npuserve.backends.worker.launcher import model_spec
 from npuserve.backends.worker.loader import PrivateNamespace
-from npuserve.backends.worker.parent import _fields
-from npuserve.backends.worker.pb_request import InferenceRequest, InferenceResponse
-from npuserve.backends.worker.pb_tensor import Tensor as ModelTensor
-from npuserve.backends.worker.pb_tensor import TritonModelException
-from npuserve.backends.worker.port import Mailbox
-from npuserve.backends.worker.services import INDEX_OF_STATUS, ModelServices, error_of
-from npuserve.errors import InternalError
-from npuserve.response import InferenceResponse as ServerResponse
-from npuserve.tensor import Tensor
+from npuserve.backends.worker.local_port import LocalPort, model_tensor
+from npuserve.backends.worker.parent import request_fields
+from npuserve.backends.worker.services import ModelServices
+from npuserve.errors import InternalError, NpuserveError
 
 if TYPE_CHECKING:
     from npuserve.backends.base import BackendModelContext, Placement
     from npuserve.backends.worker.call_graph import Caller
+    from npuserve.backends.worker.pb_request import InferenceRequest
     from npuserve.buffer_pool import BufferPool
     from npuserve.request import InferenceRequest as ServerRequest
+    from npuserve.response import InferenceResponse
+
+_now_ns = time.monotonic_ns
 
 
-class LocalPort:
-    """`Port` of a model in the server's own process; a key is (batch, request)."""
+class LocalModel:
+    """A model host in the server's process, with what it needs there.
 
-    def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop | None,
-        services: ModelServices,
-        pool: BufferPool,
-    ) -> None:
-        self._loop = loop
-        self._services = services
-        self._pool = pool
-        self._arrived = threading.Condition()
-        self._next_call = 0
-
-    def close(self) -> None:
-        """End everything the model has going on in the server."""
-        self._post(self._services.close)
-
-    def _post(self, function: Callable[..., object], *args: Any) -> None:
-        if self._loop is None:  # a backend driven alone
-            function(*args)
-            return
-        with contextlib.suppress(RuntimeError):  # the loop is closed: the server is gone
-            self._loop.call_soon_threadsafe(function, *args)
-
-    def respond(
-        self, key: Any, response: InferenceResponse | None, names: Any, final: bool
-    ) -> None:
-        """See `Port.respond`."""
-        batch, request = key
-        batch.send(request, None if response is None else self.response(response, names), final)
-
-    def response(self, response: InferenceResponse, names: Any) -> ServerResponse:
-        """A model's response as the server's. Copies, since the model may reuse its arrays."""
-        if response._error is not None:
-            result = ServerResponse.from_error(error_of(response._error._to_wire()))
-        else:
-            try:
-                result = ServerResponse(
-                    [self._tensor(t) for t in response._outputs if t._name in names]
-                )
-            except Exception as failure:  # text that cannot be encoded
-                result = ServerResponse.from_error(
-                    InternalError(f"output of the model cannot be sent: {failure}")
-                )
-        if response._parameters is not None:
-            result.parameters = json.loads(response._parameters)
-        return result
-
-    def _tensor(self, tensor: ModelTensor) -> Tensor:
-        data = tensor._to_wire()
-        if type(data) is not bytes:
-            size = data.nbytes
-            if size >= wire.INLINE_BYTES:
-                lease = self._pool.lease(size)
-                np.copyto(np.frombuffer(lease, np.uint8), np.frombuffer(data, np.uint8))
-                data = lease
-            else:
-                data = bytes(data) if isinstance(data, memoryview) else data.tobytes()
-        return Tensor(tensor._name, wire.DATATYPES[tensor._code], tensor._shape, data)
-
-    def is_cancelled(self, key: Any) -> bool:
-        """See `Port.is_cancelled`."""
-        cancelled: bool = key[1].cancelled
-        return cancelled
-
-    def infer(self, request: InferenceRequest, decoupled: bool) -> Mailbox:
-        """See `Port.infer`."""
-        with self._arrived:
-            self._next_call += 1
-            mailbox = Mailbox(self._next_call)
-
-        def reply(response: ServerResponse | None, final: bool) -> None:
-            self._put(mailbox, (None if response is None else _model_response(response), final))
-
-        fields = (
-            request._request_id, request._correlation_id, request._flags, request._timeout,
-            request._priority, request._parameters, request._output_names, request._trace,
-        )  # fmt: skip
-        inputs = {tensor._name: self._tensor(tensor) for tensor in request._inputs}
-        target = (request._model_name, request._model_version)
-        self._post(self._services.infer, mailbox.handle, target, inputs, fields, decoupled, reply)
-        return mailbox
-
-    def _put(self, mailbox: Mailbox, item: Any) -> None:
-        with self._arrived:
-            mailbox.put(item)
-            self._arrived.notify_all()
-
-    def cancel_infer(self, mailbox: Mailbox) -> None:
-        """See `Port.cancel_infer`."""
-        self._post(self._services.cancel_infer, mailbox.handle)
-
-    def wait(self, mailbox: Mailbox) -> Any:
-        """See `Port.wait`."""
-        with self._arrived:
-            while not mailbox.items:
-                self._arrived.wait()
-            return mailbox.items.popleft()
-
-    async def wait_async(self, mailbox: Mailbox) -> Any:
-        """See `Port.wait_async`."""
-        loop = asyncio.get_running_loop()
-        arrived = asyncio.Event()
-        with self._arrived:
-            if mailbox.items:
-                return mailbox.items.popleft()
-            mailbox.wake = lambda: loop.call_soon_threadsafe(arrived.set)
-        await arrived.wait()
-        return mailbox.items.popleft()
-
-    def call(self, method: str, *args: Any) -> Any:
-        """See `Port.call`."""
-        mailbox = Mailbox()
-        self._post(
-            self._services.call, method, args, lambda ok, value: self._put(mailbox, (ok, value))
-        )
-        ok, value = self.wait(mailbox)
-        if not ok:
-            raise TritonModelException(value)
-        return value
-
-    def notify(self, method: str, *args: Any) -> None:
-        """See `Port.notify`."""
-        self._post(self._services.call, method, args, _ignore)
-
-    def log(self, level: str, text: str, file: str, line: int) -> None:
-        """See `Port.log`."""
-        self._services.log(level, text, file, line)
-
-
-def _ignore(_ok: bool, _value: Any) -> None:
-    """Nobody waits for the result of a notification."""
-
-
-def _model_response(response: ServerResponse) -> InferenceResponse:
-    """A BLS response as the model sees it."""
-    error = None
-    if response.error is not None:
-        error = (INDEX_OF_STATUS[response.error.code], str(response.error))
-    tensors = [_model_tensor(tensor, copy=True) for tensor in response.outputs]
-    parameters = json.dumps(response.parameters) if response.parameters else None
-    return InferenceResponse._from_wire(tensors, parameters, error)
-
-
-def _model_tensor(tensor: Tensor, copy: bool) -> ModelTensor:
-    data: Any = tensor.data
-    if copy and not isinstance(data, bytes):
-        data = bytes(data)
-    return ModelTensor._from_wire(tensor.name, wire.CODE_OF[tensor.datatype], tensor.shape, data)
-
-
-class ThreadModelInstance(ModelInstance):
-    """One instance of a Python model in a thread of the server."""
+    Args:
+        loop: the server's; None for a backend that is driven alone.
+    """
 
     def __init__(
         self,
@@ -207,70 +53,173 @@ class ThreadModelInstance(ModelInstance):
     ) -> None:
         self._context = context
         self._caller = caller
-        self._port = LocalPort(loop, ModelServices(context, caller), pool)
+        self.port = LocalPort(loop, ModelServices(context, caller), pool)
         self._namespace: PrivateNamespace | None = None
-        self._host = ModelHost(model_spec(context, placement, file), self._port, self._import)
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self.host = ModelHost(model_spec(context, placement, file), self.port, self._import)
 
     def _import(self, path: str, pb_utils: ModuleType) -> ModuleType:
         self._namespace = PrivateNamespace(path, pb_utils)
         return self._namespace.load()
 
     def initialize(self) -> None:
-        """See `ModelInstance.initialize`."""
-        try:
-            self._host.initialize()
-        except ModelFailedError as error:
-            raise InternalError(str(error)) from None
-        self._caller.overlaps = self._host.decoupled
-        if self._host.is_async:
-            self._loop = asyncio.new_event_loop()
+        """Import and initialise the model.
 
-    def execute(self, batch: ExecutionBatch) -> None:
-        """See `ModelInstance.execute`."""
-        requests = [self._request(batch, request) for request in batch.requests]
-        batch.input_ready()
+        Raises:
+            InternalError: with the model's traceback.
+        """
         try:
-            if self._loop is not None:
-                outcomes = self._loop.run_until_complete(self._host.execute_async(requests))
-            else:
-                outcomes = self._host.execute(requests)
+            self.host.initialize()
         except ModelFailedError as error:
             raise InternalError(str(error)) from None
-        batch.output_ready()
-        for index, outcome in enumerate(outcomes):
-            self._answer(batch, batch.requests[index], requests[index], outcome)
+        self._caller.overlaps = self.host.decoupled or self.host.is_async
+
+    def requests(self, batch: ExecutionBatch) -> list[InferenceRequest]:
+        """The requests of a batch as the model sees them."""
+        return [self._request(batch, request) for request in batch.requests]
 
     def _request(self, batch: ExecutionBatch, request: ServerRequest) -> InferenceRequest:
-        # What has a parent may be read by others while this model writes to its inputs.
-        copy = request.parent is not None
-        tensors = [_model_tensor(tensor, copy) for tensor in request.inputs.values()]
-        return self._host.request((batch, request), tensors, _fields(request))
+        copy = request.inputs_shared
+        tensors = [model_tensor(tensor, copy) for tensor in request.inputs.values()]
+        return self.host.request((batch, request), tensors, request_fields(request))
 
-    def _answer(
-        self,
-        batch: ExecutionBatch,
-        request: ServerRequest,
-        asked: InferenceRequest,
-        outcome: Any,
-    ) -> None:
-        if outcome is wire.LATER:
-            batch.keep_open(request)
-        elif type(outcome) is int:
-            batch.reschedule(request)
-        else:
-            response = self._port.response(outcome, self._host.kept_outputs(asked))
-            batch.send(request, response, True)
+    def response(self, asked: InferenceRequest, outcome: Any) -> InferenceResponse:
+        """A response of the model as the server's."""
+        return self.port.response(outcome, self.host.kept_outputs(asked))
 
     def finalize(self) -> None:
-        """See `ModelInstance.finalize`."""
+        """Finalise the model and let go of everything."""
         try:
-            self._host.finalize()
+            self.host.finalize()
         except ModelFailedError as error:
             self._context.log.error("finalize failed: %s", error)
         finally:
-            if self._loop is not None:
-                self._loop.close()
             if self._namespace is not None:
                 self._namespace.unload()
-            self._port.close()
+            self.port.close()
+            self.port.post(self._caller.leave)
+
+
+class ThreadModelInstance(ModelInstance):
+    """One instance of a Python model in a thread of the server."""
+
+    def __init__(self, model: LocalModel) -> None:
+        self._model = model
+
+    def initialize(self) -> None:
+        """See `ModelInstance.initialize`."""
+        self._model.initialize()
+
+    def execute(self, batch: ExecutionBatch) -> None:
+        """See `ModelInstance.execute`."""
+        requests = self._model.requests(batch)
+        batch.input_ready()
+        host = self._model.host
+        try:
+            if host.is_async:  # inherited, so that `overlaps` did not see it
+                outcomes = asyncio.run(host.execute_async(requests))
+            else:
+                outcomes = host.execute(requests)
+        except ModelFailedError as error:
+            raise InternalError(str(error)) from None
+        batch.output_ready()
+        for request, asked, outcome in zip(batch.requests, requests, outcomes, strict=False):
+            if outcome is wire.LATER:
+                batch.keep_open(request)
+            elif type(outcome) is int:
+                batch.reschedule(request)
+            else:
+                batch.send(request, self._model.response(asked, outcome), True)
+
+    def finalize(self) -> None:
+        """See `ModelInstance.finalize`."""
+        self._model.finalize()
+
+
+class AsyncThreadInstance(LoopInstance):
+    """One instance of a model with `async def execute`, on an event loop in a thread of its own.
+
+    Its batches overlap. What it answers is handed to the server's loop.
+    """
+
+    def __init__(self, model: LocalModel, name: str, max_inflight: int) -> None:
+        self._model = model
+        self._name = name
+        self.max_inflight = max_inflight
+        self._loop = asyncio.new_event_loop()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._ended: asyncio.Future[None] | None = None
+
+    async def initialize(self) -> None:
+        """See `LoopInstance.initialize`."""
+        self._server_loop = asyncio.get_running_loop()
+        self._model.port.post_answers_to(self._server_loop)
+        self._ended = self._server_loop.create_future()
+        threading.Thread(target=self._serve, name=f"instance-{self._name}", daemon=True).start()
+        await self._in_thread(self._model.initialize)
+
+    async def _in_thread(self, function: Any) -> None:
+        async def run() -> None:
+            function()
+
+        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(run(), self._loop))
+
+    def _serve(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+        self._loop.close()
+        assert self._ended is not None
+        self._server_loop.call_soon_threadsafe(self._ended.set_result, None)
+
+    def start(self, batch: ExecutionBatch) -> None:
+        """See `LoopInstance.start`."""
+        self._loop.call_soon_threadsafe(self._begin, batch)
+
+    def _begin(self, batch: ExecutionBatch) -> None:
+        task = self._loop.create_task(self._execute(batch))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _execute(self, batch: ExecutionBatch) -> None:
+        requests = self._model.requests(batch)
+        input_ready = _now_ns()
+        error: NpuserveError | None = None
+        answers: list[Any] = []
+        try:
+            outcomes = await self._model.host.execute_async(requests)
+        except ModelFailedError as failure:
+            error = InternalError(str(failure))
+        else:
+            answers = [
+                outcome
+                if outcome is wire.LATER or type(outcome) is int
+                else self._model.response(asked, outcome)
+                for asked, outcome in zip(requests, outcomes, strict=False)
+            ]
+        times = (input_ready, _now_ns())
+        self._server_loop.call_soon_threadsafe(_finish, batch, answers, times, error)
+
+    async def finalize(self) -> None:
+        """See `LoopInstance.finalize`."""
+        if self._ended is None:
+            return
+        await self._in_thread(self._model.finalize)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        await self._ended
+
+
+def _finish(
+    batch: ExecutionBatch,
+    answers: list[Any],
+    times: tuple[int, int],
+    error: NpuserveError | None,
+) -> None:
+    """On the server's loop: deliver what an execution gave and end it."""
+    batch.set_times(*times)
+    for request, answer in zip(batch.requests, answers, strict=False):
+        if answer is wire.LATER:
+            batch.keep_open(request)
+        elif type(answer) is int:
+            batch.reschedule(request)
+        else:
+            batch.send(request, answer, True)
+    batch.done(error)

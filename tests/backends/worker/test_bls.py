@@ -268,9 +268,7 @@ def _scrape(models: Models) -> str:
 
 
 async def test_async_batches_overlap(tmp_path: Path, execution: str) -> None:
-    """Requests of an async model run at the same time in a worker process."""
-    if execution == "thread":
-        pytest.skip("a thread executes one batch at a time")
+    """Requests of an async model run at the same time."""
     code = """
     import asyncio
 
@@ -287,5 +285,5 @@ async def test_async_batches_overlap(tmp_path: Path, execution: str) -> None:
             await self.all_here.wait()
             return [response(tensor(r).as_numpy()) for r in requests]
     """
-    async with served_model(tmp_path, code) as models:
+    async with served_model(tmp_path, code, execution=execution) as models:
         await asyncio.gather(*(models.infer() for _ in range(3)))
