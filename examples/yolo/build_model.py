@@ -13,6 +13,7 @@ With CANN the model is compiled by its atc, else by the simulator's, for
 import argparse
 import shutil
 import subprocess
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 from yolo_steps import CLASSES, SIZE
 
-TARGET = Path(__file__).parent / "model_repository/yolo_detector/1/model"
+TARGET = Path(__file__).parent / "model_repository/yolo_detector/1/model.om"
 BATCHES = "1,2,4,8"
 BOX = 64  # every anchor stands for a box of this size
 STRIDE = 32
@@ -98,12 +99,16 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--soc-version", default="Ascend910B3", help="the chip to compile for")
     arguments = parser.parse_args()
-    onnx_path = TARGET.with_suffix(".onnx")
-    TARGET.parent.mkdir(parents=True, exist_ok=True)
-    onnx.save(detector(), onnx_path)
-    compile_model(onnx_path, TARGET, arguments.soc_version)
-    onnx_path.unlink()
-    print(f"wrote {TARGET}.om")
+    with tempfile.TemporaryDirectory() as directory:
+        onnx_path = Path(directory, "detector.onnx")
+        onnx.save(detector(), onnx_path)
+        compile_model(onnx_path, Path(directory, "model"), arguments.soc_version)
+        # atc may add the host to the name: model_linux_x86_64.om.
+        (compiled,) = Path(directory).glob("*.om")
+        TARGET.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(compiled, TARGET.with_suffix(".part"))
+        TARGET.with_suffix(".part").replace(TARGET)
+    print(f"wrote {TARGET}")
 
 
 if __name__ == "__main__":
