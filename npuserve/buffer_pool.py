@@ -29,23 +29,38 @@ _MIN_BLOCK_BYTES = 1 << 16
 
 
 class SharedArray(np.ndarray[Any, np.dtype[np.uint8]]):
-    """uint8 view of a leased block; `memoryview.obj` of any slice of the lease is this."""
+    """uint8 view of memory in a block; `memoryview.obj` of any slice of it is this.
 
-    block: SharedBlock
+    Attributes:
+        block: where it lies; None for memory that must not be handed on.
+        block_offset: where it begins in the block.
+    """
+
+    block: SharedBlock | None = None
+    block_offset = 0
 
 
 class SharedBlock:
-    """One memfd-backed mapping. `id` is unique in this process, `fd` can be sent to a worker."""
+    """One memfd-backed mapping. `id` is unique in this process, `fd` can be sent to a worker.
+
+    Args:
+        fd: memory of another process to map instead of making new one; closed with the block.
+    """
 
     __slots__ = ("__weakref__", "fd", "id", "map", "size")
 
     _ids = itertools.count(1)
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, fd: int | None = None) -> None:
         self.id = next(self._ids)
         self.size = size
-        self.fd = os.memfd_create("npuserve", os.MFD_CLOEXEC)
-        os.ftruncate(self.fd, size)
+        if fd is None:
+            self.fd = os.memfd_create("npuserve", os.MFD_CLOEXEC)
+            os.ftruncate(self.fd, size)
+        else:
+            self.fd = fd
+            finalizer = weakref.finalize(self, os.close, fd)
+            finalizer.atexit = False
         self.map = mmap.mmap(self.fd, size)
 
     def close(self) -> None:
@@ -122,7 +137,7 @@ class BufferPool:
 def locate(view: memoryview) -> tuple[SharedBlock, int] | None:
     """The block and byte offset a view lies in, or None if it is ordinary memory."""
     array = view.obj
-    if not isinstance(array, SharedArray):
+    if not isinstance(array, SharedArray) or array.block is None:
         return None
     start: NDArray[np.uint8] = np.frombuffer(view, np.uint8)
-    return array.block, start.ctypes.data - array.ctypes.data
+    return array.block, start.ctypes.data - array.ctypes.data + array.block_offset

@@ -43,6 +43,8 @@ class InferenceRequest:
         parameters: custom parameters, forwarded headers included.
         inputs: by name, in the order given. A scheduler may replace the dict to add
             state and control tensors.
+        inputs_shared: whether others read the inputs' memory too, so that who hands it to a model
+            that may write there has to copy it.
         requested_outputs: names; empty means every output of the model.
         on_response: see `ResponseCallback`.
         on_cancel: set by whoever holds the request at the moment (queue, worker) to learn of a
@@ -65,10 +67,10 @@ class InferenceRequest:
 
     __slots__ = (
         "batch_size", "cancelled", "compute_ns", "compute_start_ns", "correlation_id", "filler",
-        "finished", "flags", "held", "id", "inputs", "model", "model_name", "model_version",
-        "on_cancel", "on_hold", "on_release", "on_reschedule", "on_response", "parameters",
-        "parent", "priority", "queue_ns", "requested_outputs", "response_count", "scheduling",
-        "start_ns", "timeout_us", "trace",
+        "finished", "flags", "held", "id", "inputs", "inputs_shared", "model", "model_name",
+        "model_version", "on_cancel", "on_hold", "on_release", "on_reschedule", "on_response",
+        "parameters", "parent", "priority", "queue_ns", "requested_outputs", "response_count",
+        "scheduling", "start_ns", "timeout_us", "trace",
     )  # fmt: skip
 
     def __init__(
@@ -90,6 +92,7 @@ class InferenceRequest:
         self.model_version = model_version
         self.id = id
         self.inputs = inputs
+        self.inputs_shared = False
         self.requested_outputs = requested_outputs
         self.parameters = parameters
         self.correlation_id = correlation_id

@@ -140,6 +140,8 @@ class Plan:
         waiting: by scope: by step: number of different tensors it needs.
         outer_tensors: by scope: number of (step of it, tensor of an outer scope it needs) pairs.
         consumers: steps by ensemble tensor.
+        shared: steps of which some tensor is read by others too.
+        entries: steps that read an input of the ensemble.
         output_names: by scope: outputs of that scope.
         leaf_scopes: scopes whose iterations make a response each; (ROOT,) without decoupled steps.
     """
@@ -148,6 +150,8 @@ class Plan:
     waiting: Mapping[int, Mapping[int, int]]
     outer_tensors: Mapping[int, int]
     consumers: Mapping[str, tuple[Step, ...]]
+    shared: frozenset[int]
+    entries: frozenset[int]
     output_names: Mapping[int, frozenset[str]]
     leaf_scopes: tuple[int, ...]
 
@@ -297,11 +301,29 @@ class EnsembleGraph:
             waiting,
             outer_tensors,
             consumers={tensor: tuple(steps) for tensor, steps in consumers.items()},
+            shared=frozenset(s.index for s in needed if self._shares(s, consumers, outputs)),
+            entries=frozenset(
+                s.index for s in needed if any(i.tensor in self.inputs for i in s.inputs)
+            ),
             output_names={
                 scope: frozenset(each.name for each in outputs if each.scope == scope)
                 for scope in scopes
             },
             leaf_scopes=self._leaf_scopes(scopes),
+        )
+
+    def _shares(
+        self,
+        step: Step,
+        consumers: Mapping[str, Sequence[Step]],
+        outputs: Sequence[EnsembleOutput],
+    ) -> bool:
+        """Whether anybody else, or a later iteration, reads a tensor that the step reads."""
+        tensors = [each.tensor for each in step.inputs]
+        names = {output.name for output in outputs}
+        return len(set(tensors)) < len(tensors) or any(
+            len(consumers[tensor]) > 1 or tensor in names or self._scopes[tensor] != step.scope
+            for tensor in tensors
         )
 
     def _needed_steps(self, tensors: list[str]) -> list[Step]:

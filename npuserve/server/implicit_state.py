@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from npuserve.errors import InternalError, InvalidArgumentError
@@ -21,6 +20,8 @@ from npuserve.model_config import ModelConfig, datatype_name
 from npuserve.tensor import ITEM_SIZE, Tensor, deserialize_bytes, element_count
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from npuserve._proto.model_config_pb2 import ModelSequenceBatching
     from npuserve.response import InferenceResponse
 

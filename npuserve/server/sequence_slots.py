@@ -17,13 +17,14 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import deque
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from npuserve.errors import InvalidArgumentError, UnavailableError
 from npuserve.request import SEQUENCE_END, SEQUENCE_START
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from npuserve.request import InferenceRequest
 
 CorrelationId = int | str

@@ -161,6 +161,15 @@ class Stream:
             found.append({each.name: each.as_numpy().reshape(-1)[0] for each in response.outputs})
         return found
 
+    async def arrays(self) -> dict[str, NDArray[Any]]:
+        """The whole outputs of the only response."""
+        response, final = await self._answers.get()
+        assert response is not None
+        assert final
+        if response.error is not None:
+            raise response.error
+        return {each.name: each.as_numpy() for each in response.outputs}
+
 
 def send(
     server: InferenceServer,
@@ -335,3 +344,79 @@ async def test_seven_steps_in_three_levels_of_ensembles(tmp_path: Path) -> None:
         assert outer_statistics.compute_infer.ns > server.model("inner").statistics.compute_infer.ns
         assert counts["add"] < 6 * 64, "steps of different requests share executions"
         assert all(m.inflight == m.statistics.pending == 0 for m in server.models)
+
+
+BIG_CONFIG = """
+backend: "python"
+input { name: "X" data_type: TYPE_INT32 dims: -1 }
+output { name: "Y" data_type: TYPE_INT32 dims: -1 }
+instance_group { kind: KIND_CPU }
+"""
+
+BIG_MODEL = """
+class TritonPythonModel:
+    def execute(self, requests):
+        answers = []
+        for request in requests:
+            x = get(request, "X")
+            x += 1  # in place
+            answers.append(respond(Y=x * 2))
+        return answers
+"""
+
+BIG_ENSEMBLE = """
+platform: "ensemble"
+input { name: "A" data_type: TYPE_INT32 dims: -1 }
+output { name: "LINE" data_type: TYPE_INT32 dims: -1 }
+output { name: "MID" data_type: TYPE_INT32 dims: -1 }
+output { name: "SIDE" data_type: TYPE_INT32 dims: -1 }
+ensemble_scheduling {
+  step { model_name: "one" model_version: -1
+         input_map { key: "X" value: "A" } output_map { key: "Y" value: "MID" } }
+  step { model_name: "two" model_version: -1
+         input_map { key: "X" value: "MID" } output_map { key: "Y" value: "LINE" } }
+  step { model_name: "three" model_version: -1
+         input_map { key: "X" value: "A" } output_map { key: "Y" value: "SIDE" } }
+}
+"""
+
+
+async def test_large_tensors_go_from_worker_to_worker_without_a_copy(tmp_path: Path) -> None:
+    """And models that write to their inputs do not disturb each other where they share one."""
+    for name in ("one", "two", "three"):
+        write_model(tmp_path, name, BIG_CONFIG, BIG_MODEL)
+    write_model(tmp_path, "e", BIG_ENSEMBLE)
+    async with serve(tmp_path) as server:
+        pool = server.buffer_pool
+        leases: list[int] = []
+        lease = pool.lease
+
+        def counted(size: int) -> memoryview:
+            leases.append(size)
+            return lease(size)
+
+        pool.lease = counted  # type: ignore[method-assign]
+        value = np.arange(200_000, dtype=np.int32)
+
+        async def run(*outputs: str) -> dict[str, NDArray[Any]]:
+            data = lease(value.nbytes)  # as a large request body is received
+            data[:] = value.tobytes()
+            leases.clear()
+            stream = Stream()
+            server.infer(
+                InferenceRequest(
+                    "e",
+                    {"A": Tensor("A", "INT32", value.shape, data)},
+                    stream.on_response,
+                    requested_outputs=outputs,
+                )
+            )
+            return await stream.arrays()
+
+        got = await run("LINE")
+        assert (got["LINE"] == ((value + 1) * 2 + 1) * 2).all()
+        assert leases == []
+        got = await run()
+        assert (got["LINE"] == ((value + 1) * 2 + 1) * 2).all()
+        assert (got["MID"] == (value + 1) * 2).all()
+        assert (got["SIDE"] == (value + 1) * 2).all()

@@ -37,7 +37,7 @@ class Connection:
         on_lost: Callable[[], None],
     ) -> None:
         self._loop = loop
-        self.link = SharedMemoryLink(pool, self._memory_waits)
+        self.link = SharedMemoryLink(pool, self._memory_waits, relays=True)
         self._on_message = on_message
         self._on_lost = on_lost
         self._socket, self.peer = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -6,14 +6,15 @@ until the peer returns the token, which it does when its last view of that memor
 file descriptor of a block crosses once (SCM_RIGHTS), and the peer unmaps it when the owner's
 pool dropped it. All this bookkeeping rides on ordinary messages (`take_memory`, `accept_memory`).
 
+What one worker lent can be lent on to another one as it is (`relays`): the tensors of an ensemble
+go from worker to worker without a copy.
+
 There are no names in /dev/shm: whatever way a process ends, the kernel frees the memory.
 Runs in every interpreter a worker may have: standard library and NumPy only.
 """
 
 from __future__ import annotations
 
-import mmap
-import os
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -21,13 +22,13 @@ from typing import Any
 
 import numpy as np
 
-from npuserve.buffer_pool import BufferPool, SharedBlock, locate
+from npuserve.buffer_pool import BufferPool, SharedArray, SharedBlock, locate
 
 Reference = tuple[int, int, int, int]
 Memory = tuple[tuple[int, ...], tuple[tuple[int, int], ...], tuple[int, ...]]
 
 
-class BorrowedArray(np.ndarray[Any, np.dtype[np.uint8]]):
+class BorrowedArray(SharedArray):
     """uint8 view of borrowed memory.
 
     A subclass, so that NumPy keeps it as the base of all views made of it: its end is the end of
@@ -44,13 +45,20 @@ class SharedMemoryLink:
         pool: where this end leases the blocks it lends.
         on_return: called, in any thread, whenever a borrowed view is gone and its token waits to
             be sent back; gets the number of tokens and of bytes waiting.
+        relays: whether borrowed memory may be lent on through another link. Not so in a worker:
+            a model that returns its input would make one memory of two tensors.
     """
 
     def __init__(
-        self, pool: BufferPool, on_return: Callable[[int, int], None] | None = None
+        self,
+        pool: BufferPool,
+        on_return: Callable[[int, int], None] | None = None,
+        *,
+        relays: bool = False,
     ) -> None:
         self._pool = pool
         self._on_return = on_return
+        self._relays = relays
         self._lent: dict[int, memoryview] = {}
         self._next_token = 1
         self._shown: dict[int, weakref.finalize[Any, Any]] = {}
@@ -58,7 +66,7 @@ class SharedMemoryLink:
         self._to_forget: deque[int] = deque()
         self._to_return: deque[int] = deque()
         self._return_bytes = 0
-        self._maps: dict[int, mmap.mmap] = {}
+        self._maps: dict[int, SharedBlock] = {}  # by the peer's id of the block
         self._closed = False
 
     @property
@@ -103,7 +111,10 @@ class SharedMemoryLink:
     def borrow(self, reference: Reference) -> memoryview:
         """A writable view of the peer's memory; its end is reported to the peer by itself."""
         token, block_id, offset, length = reference
-        array = np.frombuffer(self._maps[block_id], np.uint8, length, offset).view(BorrowedArray)
+        block = self._maps[block_id]
+        array = np.frombuffer(block.map, np.uint8, length, offset).view(BorrowedArray)
+        if self._relays:
+            array.block, array.block_offset = block, offset
         finalizer = weakref.finalize(array, self._returned, token, length)
         finalizer.atexit = False
         return memoryview(array)  # type: ignore[arg-type]  # NumPy's stub lacks the protocol
@@ -137,8 +148,7 @@ class SharedMemoryLink:
         for token in returned:
             self._lent.pop(token, None)
         for (block_id, size), fd in zip(blocks, fds):  # noqa: B905 - workers may run Python 3.9
-            self._maps[block_id] = mmap.mmap(fd, size)
-            os.close(fd)
+            self._maps[block_id] = SharedBlock(size, fd)
         for block_id in forgotten:
             self._maps.pop(block_id, None)
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from npuserve.errors import (
@@ -30,6 +29,8 @@ from npuserve.server.statistics import FailureReason
 from npuserve.server.validation import request_prefix
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
     from npuserve.server.schedulers.base import SchedulerContext
     from npuserve.tensor import Tensor
 
@@ -362,6 +363,9 @@ class EnsembleRun:
             timeout_us=request.timeout_us,
         )
         member.parent = request
+        member.inputs_shared = step.index in self._plan.shared or (
+            request.inputs_shared and step.index in self._plan.entries
+        )
         return member
 
     def _submit(self, call: StepCall, member: InferenceRequest) -> None:

@@ -11,7 +11,6 @@ way to the instance: control tensors and implicit state.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence as AbstractSequence
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -25,8 +24,8 @@ from npuserve.errors import (
 )
 from npuserve.request import SEQUENCE_START, InferenceRequest
 from npuserve.server.batching import BatchRules, Signature, batch_signature, plan_batch
+from npuserve.server.execution import reject
 from npuserve.server.implicit_state import ImplicitState, StateTensors
-from npuserve.server.instance import reject
 from npuserve.server.response_order import ResponseOrder
 from npuserve.server.sequence_controls import SequenceControls
 from npuserve.server.sequence_slots import Sequence, SequenceSlots
@@ -34,6 +33,7 @@ from npuserve.server.statistics import FailureReason
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+    from collections.abc import Sequence as AbstractSequence
 
     from npuserve.clock import Timer
     from npuserve.model_config import ModelConfig
@@ -378,6 +378,7 @@ class SequenceBatcher:
         own = {**self._states.initial, **self._controls.filler}
         filler = InferenceRequest(self._name, _in_order(own, example), _ignore)
         filler.filler = True
+        filler.inputs_shared = True
         filler.batch_size = 1
         return filler
 
