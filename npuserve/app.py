@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 from contextlib import asynccontextmanager
+from importlib import import_module
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from npuserve import log
@@ -70,6 +71,7 @@ async def serve(options: ServerOptions) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):  # while models load, give up loading
         loop.add_signal_handler(number, main_task.cancel)
     expiry: asyncio.TimerHandle | None = None
+    imports = loop.run_in_executor(None, _import_front_ends, options)
     try:
         async with InferenceServer(options) as server:
             for number in (signal.SIGINT, signal.SIGTERM):
@@ -77,6 +79,7 @@ async def serve(options: ServerOptions) -> int:
             log.print_startup_tables(server)
             if server.lifecycle.failed_startup and options.exit_on_error:
                 raise InternalError("failed to load all models")
+            await imports
             async with front_ends(server):
                 await stop.wait()
                 server.stopping = True
@@ -125,7 +128,6 @@ class _Listener(NamedTuple):
 
 
 def _listeners(server: InferenceServer) -> Iterator[_Listener]:
-    # Imported here: a service that is switched off costs nothing at start-up.
     from npuserve.protocol.shared_memory import SharedMemoryRegistry
 
     options = server.options
@@ -140,11 +142,29 @@ def _listeners(server: InferenceServer) -> Iterator[_Listener]:
 
         http = HttpServer(server, options, regions)
         yield _Listener("HTTPService", "HTTP service", options.http_address, http)
+    if options.allow_sagemaker:
+        from npuserve.protocol.http.sagemaker import SageMakerServer
+
+        sagemaker = SageMakerServer(server, options, regions, os.environ)
+        yield _Listener("Sagemaker service", "Sagemaker service", options.http_address, sagemaker)
+    if options.allow_vertex_ai:
+        from npuserve.protocol.http.vertex import VertexAiServer
+
+        vertex = VertexAiServer(server, options, regions, os.environ)
+        yield _Listener("Vertex AI service", "Vertex AI service", options.http_address, vertex)
     if options.allow_metrics:
         from npuserve.protocol.http.metrics import MetricsServer
 
         metrics = MetricsServer(server, options)
         yield _Listener("Metrics Service", "Metrics service", options.metrics_address, metrics)
+
+
+def _import_front_ends(options: ServerOptions) -> None:
+    """Import what takes long (FastAPI, gRPC) in a helper thread, while the models load."""
+    if options.allow_grpc:
+        import_module("npuserve.protocol.grpc.server")
+    if options.allow_http:
+        import_module("npuserve.protocol.http.server")
 
 
 class _FrontEndFailedError(Exception):
