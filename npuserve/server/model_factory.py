@@ -20,6 +20,7 @@ from npuserve.server import instance_group
 from npuserve.server.devices import visible_cards
 from npuserve.server.ensemble_graph import check_ensemble, member_models
 from npuserve.server.host_policy import policy_cores
+from npuserve.server.load_limit import check_load_limit
 from npuserve.server.model import Model
 from npuserve.server.warmup import run_warmup
 
@@ -137,6 +138,7 @@ class ModelFactory:
                 for placement in instance_group.placements(config)
             ]
         model_repository.validate_config(config, directory, completed=True)
+        check_load_limit(config.name, context.placements, options.model_load_gpu_limit)
         return context, backend
 
     def _policy_cores(self, policy: str) -> frozenset[int]:
