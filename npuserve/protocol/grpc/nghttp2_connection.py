@@ -107,10 +107,10 @@ class Connection(asyncio.BufferedProtocol):
         self._reading = True
         try:
             self.h2.receive_data(self._owner.read_buffer[:nbytes])
+            for event in self.h2.events():
+                self._handle(event)
         except ngh2.NGH2Error:
             self._closing = True  # not HTTP/2, or broken; the GOAWAY is flushed below
-        for event in self.h2.events():
-            self._handle(event)
         self._reading = False
         self._flush()
 
@@ -154,8 +154,12 @@ class Connection(asyncio.BufferedProtocol):
 
     def acknowledge(self, amount: int, stream_id: int) -> None:
         """Give received bytes back to the client's windows."""
-        if amount:
+        if not amount:
+            return
+        try:
             self.h2.acknowledge_received_data(amount, stream_id)
+        except (ngh2.ConnectionStateError, ngh2.StreamUnavailableError):
+            return  # ended: there is no window left to refill
 
     def watch_queue(self, stream: Stream) -> None:
         """Tell the stream when its messages have left."""
@@ -177,11 +181,14 @@ class Connection(asyncio.BufferedProtocol):
 
         The final GOAWAY follows when the client has seen the notice: it answers the ping.
         """
-        if self._draining or self._transport is None:
+        if self._draining or self._closing:
             return
         self._draining = True
-        self.h2.send_shutdown_notice()
-        self.h2.ping(_DRAIN_PING)
+        try:
+            self.h2.send_shutdown_notice()
+            self.h2.ping(_DRAIN_PING)
+        except ngh2.ConnectionStateError:
+            self._closing = True  # the client has said goodbye already
         self.schedule_flush()
 
     def close(self) -> None:
@@ -279,7 +286,8 @@ class Connection(asyncio.BufferedProtocol):
     def _flush(self) -> None:
         self._flush_scheduled = False
         transport = self._transport
-        if transport is None:
+        # uvloop raises when one writes to a transport that is already closed.
+        if transport is None or transport.is_closing():
             return
         h2 = self.h2
         while not self._write_paused:
@@ -290,8 +298,11 @@ class Connection(asyncio.BufferedProtocol):
                 if not self._to_reset:
                     break
                 self._reset_answered()
-        for event in h2.events():  # the last frame of a stream closes it
-            self._handle(event)
+        try:
+            for event in h2.events():  # the last frame of a stream closes it
+                self._handle(event)
+        except ngh2.NGH2Error:
+            self._closing = True
         if self._queued:
             self._update_queued()
         if self._closing:
@@ -299,8 +310,8 @@ class Connection(asyncio.BufferedProtocol):
 
     def _reset_answered(self) -> None:
         for stream_id in self._to_reset:
-            # A client that ended its side meanwhile has nothing left to stop.
-            with contextlib.suppress(ngh2.StreamUnavailableError):
+            # A client that ended its side or the connection has nothing left to stop.
+            with contextlib.suppress(ngh2.NGH2Error):
                 self.h2.reset_stream(stream_id, ngh2.ErrorCode.NO_ERROR)
         self._to_reset.clear()
 
@@ -338,6 +349,8 @@ class Connection(asyncio.BufferedProtocol):
 
     def _keepalive(self) -> None:
         """Ping a connection that was silent for the keepalive time."""
+        if self._closing:
+            return
         options = self._owner.options
         interval_s = options.keepalive_time_ms / 1000
         silent_s = self.loop.time() - self._last_read
