@@ -80,6 +80,8 @@ class BufferPool:
         self._idle_bytes = 0
         self._max_idle_bytes = max_idle_bytes
         self._leased_bytes = 0
+        # Fewest idle blocks of each size since the last trim: so many were not needed.
+        self._unused: dict[int, int] = {}
         self._closed = False
         # Re-entrant: the garbage collector may drop a view while this thread holds the lock.
         self._lock = threading.RLock()
@@ -105,6 +107,7 @@ class BufferPool:
             if idle:
                 block = idle.pop()
                 self._idle_bytes -= block_size
+                self._unused[block_size] = min(self._unused.get(block_size, 0), len(idle))
             else:
                 block = SharedBlock(block_size)
             self._leased_bytes += block_size
@@ -122,6 +125,16 @@ class BufferPool:
                 return
             self._idle.setdefault(block.size, []).append(block)
             self._idle_bytes += block.size
+
+    def trim(self) -> None:
+        """Free the blocks that nobody needed since the last call; to be called now and then."""
+        with self._lock:
+            for size, blocks in self._idle.items():
+                for block in blocks[: self._unused.get(size, 0)]:
+                    block.close()
+                    self._idle_bytes -= size
+                del blocks[: self._unused.get(size, 0)]
+                self._unused[size] = len(blocks)
 
     def close(self) -> None:
         """Free idle blocks now and leased ones when they come back."""

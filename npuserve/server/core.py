@@ -48,6 +48,8 @@ logger = logging.getLogger(__name__)
 # The version of Triton whose protocol is spoken; clients and perf_analyzer look at it.
 TRITON_VERSION = "2.51.0"
 
+_TRIM_PERIOD_S = 5.0
+
 EXTENSIONS = (
     "classification", "sequence", "model_repository", "model_repository(unload_dependents)",
     "schedule_policy", "model_configuration", "system_shared_memory", "cuda_shared_memory",
@@ -81,6 +83,7 @@ class InferenceServer:
         self._stack = AsyncExitStack()
         self._tasks: asyncio.TaskGroup | None = None
         self._poll_task: asyncio.Task[None] | None = None
+        self._trim_timer: asyncio.TimerHandle | None = None
 
     # ---------------------------------------------------------------- life of the server
 
@@ -89,6 +92,7 @@ class InferenceServer:
         self._tasks = await self._stack.enter_async_context(asyncio.TaskGroup())
         try:
             await self.metrics.start()
+            self._trim()
             await self.lifecycle.start(self._startup_models())
         except BaseException:
             await self.__aexit__()
@@ -101,6 +105,8 @@ class InferenceServer:
     async def __aexit__(self, *exc: object) -> None:
         """Refuse new requests, answer the accepted ones, unload every model."""
         self.stopping = True
+        if self._trim_timer is not None:
+            self._trim_timer.cancel()
         if self._poll_task is not None:
             self._poll_task.cancel()
         await self.lifecycle.stop()
@@ -115,6 +121,11 @@ class InferenceServer:
         """Run background work that the server owns; it must handle its own errors."""
         assert self._tasks is not None
         return self._tasks.create_task(coroutine, name=name)
+
+    def _trim(self) -> None:
+        """After a burst of large requests, memory goes back to the system."""
+        self.buffer_pool.trim()
+        self._trim_timer = self.loop.call_later(_TRIM_PERIOD_S, self._trim)
 
     def _startup_models(self) -> list[str] | None:
         if self.options.model_control_mode != "explicit":
