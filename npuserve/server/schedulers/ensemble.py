@@ -232,6 +232,8 @@ class EnsembleRun:
     def start(self) -> None:
         """Set the request's inputs and start what can start."""
         self._request.on_cancel = self._cancelled
+        if self._scheduler.graph.decoupled:
+            self._request.on_hold = self._hold
         root = Iteration(ROOT, None, self._plan)
         if ROOT in self._leaves:
             self._leaves[ROOT].append(root)
@@ -375,6 +377,15 @@ class EnsembleRun:
         except NpuserveError as error:
             self._ended(call)
             self._fail(error)
+        else:
+            if self._request.held and call.step.decoupled:
+                member.hold(True)
+
+    def _hold(self, held: bool) -> None:
+        """The client reads slowly: so may the models that make the stream answer."""
+        for call, member in tuple(self._calls.items()):
+            if call.step.decoupled:
+                member.hold(held)
 
     def _ended(self, call: StepCall) -> None:
         del self._calls[call]

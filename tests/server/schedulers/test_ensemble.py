@@ -515,6 +515,26 @@ def test_a_decoupled_ensemble_may_end_without_a_response() -> None:
     assert (answers.responses, answers.final) == ([], 1)
 
 
+def test_a_slow_reader_slows_the_streaming_member_down() -> None:
+    """Its wish for a pause reaches the decoupled steps, also those that start later."""
+    text = (
+        io("input", "A")
+        + io("output", "C")
+        + steps(step("one", "X=A", "Y=t"), step("stream", "X=t", "Y=C"))
+    )
+    ensemble = Ensemble(text, ONE, STREAM)
+    members = ensemble.members
+    request, _ = ensemble.infer({"A": 1})
+    request.hold(True)
+    first = members.take("one")
+    assert not first.held
+    members.answer(first, {"Y": 1})
+    stream = members.take("stream")
+    assert stream.held
+    request.hold(False)
+    assert not stream.held
+
+
 def test_responses_of_a_stream_are_sent_at_once() -> None:
     """A response does not wait for the next one."""
     text = io("input", "A") + io("output", "C") + steps(step("stream", "X=A", "Y=C"))
