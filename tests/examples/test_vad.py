@@ -41,6 +41,7 @@ def audio() -> list[np.ndarray]:
     return chunks
 
 
+@pytest.mark.timeout(60)  # twice 2,500 runs of the model, side by side with whatever else runs
 def test_segments_equal_the_file_run_directly(
     vad_server: RunningServer, audio: list[np.ndarray]
 ) -> None:
