@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import pytest
 from onnx import TensorProto, helper
 
 from npuserve.model_config import ModelConfig
-from npuserve.testing.simulator import simulate
 from npuserve.testing.simulator.atc import compile_model
-from npuserve.testing.simulator.runtime import Runtime
 from tests.backends import onnx_models
 from tests.backends.onnx_models import value
 
 SOC = "Ascend910B3"
-
-
-@pytest.fixture
-def machine() -> Iterator[Runtime]:
-    """Two cards with modelled time; whatever the test leaks fails it."""
-    with simulate(cards=2, time="modelled") as runtime:
-        yield runtime
-    assert not runtime.leaks() + runtime.violations
 
 
 def compile_om(model_dir: Path, *flags: str, soc: str = SOC) -> Path:

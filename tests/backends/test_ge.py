@@ -21,10 +21,8 @@ from npuserve.testing.simulator import simulate
 from npuserve.testing.simulator.om_file import OmDescription, decode
 from npuserve.testing.simulator.runtime import Runtime
 from tests.backends import onnx_models
-from tests.backends.npu_models import affine, machine, parameters
+from tests.backends.npu_models import affine, parameters
 from tests.backends.onnx_models import config, value
-
-__all__ = ["machine"]
 
 
 @pytest.fixture(autouse=True)

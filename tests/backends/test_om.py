@@ -27,13 +27,10 @@ from tests.backends.npu_models import (
     affine,
     batch_om,
     compile_om,
-    machine,
     make_config,
     parameters,
 )
 from tests.backends.onnx_models import value
-
-__all__ = ["machine"]
 
 
 def serve(model_dir: Path, text: str = "", **options: Any) -> BackendDriver:

@@ -19,12 +19,9 @@ from tests.backends.npu_models import (
     affine,
     batch_om,
     compile_om,
-    machine,
     make_config,
     parameters,
 )
-
-__all__ = ["machine"]
 
 X = np.arange(9, dtype=np.float32).reshape(3, 3)
 

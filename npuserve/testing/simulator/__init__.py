@@ -11,7 +11,7 @@ that the simulated `atc` makes; onnxruntime executes them.
     assert not machine.leaks()
 
     options.py    the machine          binding.py   what all calls have in common
-    clock.py      real or modelled     core.py rt_device.py rt_stream.py mdl.py mdl_run.py util.py
+    clock.py      real or modelled     core.py rt_*.py mdl_*.py util.py
     memory.py     device and host        the functions of `acl`
     device.py     engines, streams     om_file.py engine.py   the model file and running it
     runtime.py    a process's state    atc.py npu_smi.py ais_bench.py   the other stand-ins

@@ -1,4 +1,4 @@
-"""`acl.mdl.*`: gears, datasets, AIPP, execution."""
+"""`acl.mdl.*`: choosing gears, datasets, execution."""
 
 from __future__ import annotations
 
@@ -8,19 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from npuserve.testing.simulator import mdl
+from npuserve.testing.simulator import mdl_describe
 from npuserve.testing.simulator.binding import Pending, bare, entry
 from npuserve.testing.simulator.core import ITEM_SIZE, DataBuffer, TensorDesc
 from npuserve.testing.simulator.device import COMPUTE, Stream
 from npuserve.testing.simulator.faults import RefusedError
-from npuserve.testing.simulator.mdl import Model, described
+from npuserve.testing.simulator.mdl_load import Model
 
 if TYPE_CHECKING:
     from npuserve.testing.simulator.om_file import OmGear
     from npuserve.testing.simulator.runtime import Runtime
 
 _DEVICE_EXCEPTION = 507015
-_NO_AIPP = 0xFFFFFFFF
 
 
 @dataclass(eq=False)
@@ -43,69 +42,27 @@ class ExecConfig:
 # Gears.
 
 
-@entry("acl.mdl.get_dynamic_batch", "k", failure=({},))
-def get_dynamic_batch(runtime: Runtime, handle: int) -> dict[str, Any]:
-    """Batch gears."""
-    description = described(runtime, handle)
-    gears = [g.key[0] for g in description.gears] if description.kind == "batch" else []
-    return {"batchCount": len(gears), "batch": gears}
-
-
-@entry("acl.mdl.get_dynamic_hw", "kk", failure=({},))
-def get_dynamic_hw(runtime: Runtime, handle: int, index: int) -> dict[str, Any]:
-    """Image size gears."""
-    description = described(runtime, handle)
-    gears = [list(g.key) for g in description.gears] if description.kind == "hw" else []
-    return {"hwCount": len(gears), "hw": gears}
-
-
-@entry("acl.mdl.get_input_dynamic_gear_count", "kk", failure=(0,))
-def get_input_dynamic_gear_count(runtime: Runtime, handle: int, index: int) -> int:
-    """Number of dims gears."""
-    description = described(runtime, handle)
-    return len(description.gears) if description.kind == "dims" else 0
-
-
-@entry("acl.mdl.get_input_dynamic_dims", "kkk", failure=([],))
-def get_input_dynamic_dims(
-    runtime: Runtime, handle: int, index: int, count: int
-) -> list[dict[str, Any]]:
-    """Dims gears; each concatenates the dims of all data inputs."""
-    description = described(runtime, handle)
-    if count > 4096 or description.kind != "dims":
-        raise RefusedError(100000, f"no {count} dims gears")
-    return [mdl.make_dims("", gear.key) for gear in description.gears[:count]]
-
-
-@entry("acl.mdl.get_input_dims_range", "kk", failure=({"rangeCount": 0, "range": []},))
-def get_input_dims_range(runtime: Runtime, handle: int, index: int) -> dict[str, Any]:
-    """Ranges of a dynamic-shape input."""
-    description = described(runtime, handle)
-    if not 0 <= index < len(description.inputs):
-        raise RefusedError(100000, f"input {index}")
-    ranges = description.inputs[index].ranges
-    return {"rangeCount": len(ranges), "range": [list(pair) for pair in ranges]}
-
-
 def _set_gear(
     runtime: Runtime, model_id: int, handle: int, index: int, kind: str, key: list[int], code: int
 ) -> None:
     model = runtime.find(model_id, Model, 100011)
     dataset = runtime.find(handle, Dataset)
     description = model.description
-    if not mdl.has_gear_input(description):
+    if not mdl_describe.has_gear_input(description):
         raise RefusedError(100019, "the model has no gears")
     if description.kind != kind:
         raise RefusedError(100000, f"the model has {description.kind} gears, not {kind}")
     if index != len(description.inputs) or index >= len(dataset.buffers):
-        raise RefusedError(145011, f"input {index} is not {mdl.GEAR_INPUT} of the dataset")
+        raise RefusedError(145011, f"input {index} is not {mdl_describe.GEAR_INPUT} of the dataset")
     if key not in [gear.key for gear in description.gears]:
         known = [gear.key for gear in description.gears]
         raise RefusedError(code, f"E19013: {key} is not in the list of gears {known}")
     buffer = runtime.find(dataset.buffers[index], DataBuffer)
-    size = mdl.gear_input_bytes(description)
+    size = mdl_describe.gear_input_bytes(description)
     if buffer.size < size:
-        raise RefusedError(145011, f"the buffer of {mdl.GEAR_INPUT} has {buffer.size} bytes")
+        raise RefusedError(
+            145011, f"the buffer of {mdl_describe.GEAR_INPUT} has {buffer.size} bytes"
+        )
     runtime.bytes_at(buffer.address, size)[:] = np.array(key, "<i8").view(np.uint8)
     dataset.gear = model.gear = key
 
@@ -265,8 +222,8 @@ def _check(
     description = model.description
     inputs = runtime.find(input_handle, Dataset)
     outputs = runtime.find(output_handle, Dataset)
-    if len(inputs.buffers) != mdl.count_inputs(description):
-        text = f"{len(inputs.buffers)} inputs for {mdl.count_inputs(description)}"
+    if len(inputs.buffers) != mdl_describe.count_inputs(description):
+        text = f"{len(inputs.buffers)} inputs for {mdl_describe.count_inputs(description)}"
         raise RefusedError(100017, text)
     if len(outputs.buffers) != len(description.outputs):
         text = f"{len(outputs.buffers)} outputs for {len(description.outputs)}"
@@ -325,12 +282,12 @@ def _check_blocks(
             raise RefusedError(100017, text)
         if size:
             runtime.bytes_at(block.address, size)
-    if mdl.has_gear_input(description) and not inputs[-1].address:
-        raise RefusedError(145011, f"the buffer of {mdl.GEAR_INPUT} is null")
+    if mdl_describe.has_gear_input(description) and not inputs[-1].address:
+        raise RefusedError(145011, f"the buffer of {mdl_describe.GEAR_INPUT} is null")
     for index, block in enumerate(outputs):
         if not description.gears and not block.address:
             continue  # the runtime allocates
-        size = mdl.output_bytes(description, index)
+        size = mdl_describe.output_bytes(description, index)
         if block.size < size:
             name = description.outputs[index].name
             raise RefusedError(100018, f"output '{name}' needs {size} bytes, not {block.size}")
@@ -397,30 +354,3 @@ def set_exec_config_opt(runtime: Runtime, handle: int, attribute: int, value: An
 def destroy_exec_config_handle(runtime: Runtime, handle: int) -> None:
     """Destroy the options."""
     runtime.drop(handle, ExecConfig)
-
-
-# AIPP.
-
-
-@entry("acl.mdl.get_aipp_type", "ik", failure=(0, _NO_AIPP))
-def get_aipp_type(runtime: Runtime, model_id: int, index: int) -> tuple[int, int]:
-    """0: none, 1: static."""
-    description = runtime.find(model_id, Model, 100011).description
-    if not 0 <= index < mdl.count_inputs(description):
-        raise RefusedError(100000, f"input {index}")
-    is_static = index < len(description.inputs) and bool(description.inputs[index].aipp)
-    return int(is_static), _NO_AIPP
-
-
-@entry("acl.mdl.get_first_aipp_info", "ik", failure=(None,))
-def get_first_aipp_info(runtime: Runtime, model_id: int, index: int) -> dict[str, Any]:
-    """Static AIPP of an input."""
-    description = runtime.find(model_id, Model, 100011).description
-    if not 0 <= index < len(description.inputs) or not description.inputs[index].aipp:
-        raise RefusedError(145015, f"input {index} has no static AIPP")
-    aipp = description.inputs[index].aipp
-    return {
-        "inputFormat": aipp["input_format"], "srcImageSizeW": aipp["src_image_size_w"],
-        "srcImageSizeH": aipp["src_image_size_h"], "meanChn0": aipp["mean"][0],
-        "shapeCount": 1, "outDims": [],
-    }  # fmt: skip

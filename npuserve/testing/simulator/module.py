@@ -5,7 +5,16 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
-from npuserve.testing.simulator import core, mdl, mdl_run, rt_device, rt_stream, util
+from npuserve.testing.simulator import (
+    core,
+    mdl_describe,
+    mdl_load,
+    mdl_run,
+    rt_device,
+    rt_memory,
+    rt_stream,
+    util,
+)
 from npuserve.testing.simulator.binding import ENTRIES, build_module
 
 # Functions that wait for other threads must not hold the simulator's lock as entries do.
@@ -14,7 +23,7 @@ _PLAIN: dict[str, Any] = {
     "acl.util.start_thread": util.start_thread,
     "acl.util.stop_thread": util.stop_thread,
 }
-_PARTS = (core, rt_device, rt_stream, mdl, mdl_run, util)
+_PARTS = (core, rt_device, rt_memory, rt_stream, mdl_describe, mdl_load, mdl_run, util)
 
 
 def fill(module: ModuleType) -> None:

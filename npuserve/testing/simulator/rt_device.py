@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from npuserve.testing.simulator.binding import Pending, entry
-from npuserve.testing.simulator.device import Card, Context, Event, Stream
+from npuserve.testing.simulator.device import Card, Context, Stream
 from npuserve.testing.simulator.faults import RefusedError
 
 if TYPE_CHECKING:
@@ -238,90 +238,3 @@ def unuse_stream_res_in_current_thread(runtime: Runtime, handle: int) -> None:
 def get_res_in_current_thread(runtime: Runtime, kind: int) -> int:
     """Cores of this thread."""
     return runtime.current.card.core_limits.get(kind, _CORES[kind])
-
-
-# Streams and events: made and destroyed here, used in rt_stream.py.
-
-
-@entry("acl.rt.create_stream", failure=(0,))
-def create_stream(runtime: Runtime) -> int:
-    """A stream of the current context."""
-    context = runtime.current
-    stream = Stream(0, context)
-    stream.handle = runtime.register(stream, "stream", "acl.rt.create_stream")
-    context.streams[stream.handle] = stream
-    return stream.handle
-
-
-@entry("acl.rt.create_stream_with_config", "ii", failure=(0,))
-def create_stream_with_config(runtime: Runtime, priority: int, flag: int) -> int:
-    """The same with a priority."""
-    if not 0 <= priority <= 7:
-        raise RefusedError(107000, f"priority {priority} is not in 0..7")
-    return create_stream(runtime)
-
-
-@entry("acl.rt.destroy_stream", "k")
-def destroy_stream(runtime: Runtime, handle: int) -> Pending:
-    """Wait for a stream and destroy it."""
-    stream = runtime.stream(handle)
-    if not handle:
-        raise RefusedError(107000, "the default stream cannot be destroyed")
-    stream.advance(None)
-    runtime.drop(handle, Stream)
-    del stream.context.streams[handle]
-    return Pending(stream.end_ns)
-
-
-@entry("acl.rt.destroy_stream_force", "k")
-def destroy_stream_force(runtime: Runtime, handle: int) -> None:
-    """Destroy a stream with what is queued there."""
-    stream = runtime.stream(handle)
-    _drop_tasks(stream)
-    runtime.drop(handle, Stream)
-    del stream.context.streams[handle]
-
-
-@entry("acl.rt.stream_abort", "k")
-def stream_abort(runtime: Runtime, handle: int) -> None:
-    """Forget what is queued."""
-    _drop_tasks(runtime.stream(handle))
-
-
-def _drop_tasks(stream: Stream) -> None:
-    for task in stream.tasks:
-        task.done = True
-    stream.tasks.clear()
-
-
-@entry("acl.rt.get_stream_available_num", failure=(0,))
-def get_stream_available_num(runtime: Runtime) -> int:
-    """Streams that can still be made."""
-    return 1984 - len(runtime.current.streams)
-
-
-@entry("acl.rt.create_event", failure=(0,))
-def create_event(runtime: Runtime) -> int:
-    """An event."""
-    event = Event(0, runtime.current)
-    event.handle = runtime.register(event, "event", "acl.rt.create_event")
-    return event.handle
-
-
-@entry("acl.rt.create_event_with_flag", "i", failure=(0,))
-def create_event_with_flag(runtime: Runtime, flag: int) -> int:
-    """An event."""
-    return create_event(runtime)
-
-
-@entry("acl.rt.create_event_ex_with_flag", "i", failure=(0,))
-def create_event_ex_with_flag(runtime: Runtime, flag: int) -> int:
-    """An event."""
-    return create_event(runtime)
-
-
-@entry("acl.rt.destroy_event", "k")
-def destroy_event(runtime: Runtime, handle: int) -> None:
-    """Destroy an event."""
-    runtime.require_init()
-    runtime.drop(handle, Event, 107017)

@@ -1,213 +1,23 @@
-"""`acl.mdl.*`: loading, describing, unloading."""
+"""`acl.mdl.*`: what a model takes and gives, its gears, its AIPP."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from math import prod
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from npuserve.testing.simulator.binding import bare, entry
 from npuserve.testing.simulator.core import ITEM_SIZE
-from npuserve.testing.simulator.engine import Engine
 from npuserve.testing.simulator.faults import RefusedError
-from npuserve.testing.simulator.om_file import OmDescription, decode
+from npuserve.testing.simulator.mdl_load import Model, ModelDesc, parse_model, read_file
 
 if TYPE_CHECKING:
-    from npuserve.testing.simulator.device import Context, Task
+    from npuserve.testing.simulator.om_file import OmDescription
     from npuserve.testing.simulator.runtime import Runtime
 
 GEAR_INPUT = "ascend_mbatch_shape_data"
 _GEAR_INPUT_TYPE = 9  # INT64
 _FORMAT_ND = 2
-_MODEL_CONTEXT = 107004
-
-
-@dataclass(eq=False)
-class Model:
-    """A loaded model.
-
-    Attributes:
-        blocks: device memory the runtime took for it.
-        task: its last execution.
-        gear: the key set last, by `set_dynamic_*`.
-    """
-
-    id: int
-    engine: Engine
-    context: Context
-    blocks: list[int]
-    task: Task | None = None
-    gear: list[int] | None = None
-
-    @property
-    def description(self) -> OmDescription:
-        """What the file says."""
-        return self.engine.description
-
-
-@dataclass(eq=False)
-class ModelDesc:
-    """A description handle; empty until `get_desc`."""
-
-    description: OmDescription | None = None
-    model: Model | None = None
-
-
-@dataclass(eq=False)
-class LoadConfig:
-    """Options of `load_with_config`."""
-
-    values: dict[int, Any] = field(default_factory=dict)
-
-
-def _read(path: str) -> bytes:
-    try:
-        return Path(path).read_bytes()
-    except OSError as error:
-        raise RefusedError(145002, f"E10410: cannot read {path}: {error.strerror}") from error
-
-
-def _parse(runtime: Runtime, content: bytes) -> tuple[OmDescription, bytes]:
-    try:
-        return decode(content)
-    except ValueError as error:
-        raise RefusedError(545005 if len(content) > 64 else 100015, str(error)) from error
-
-
-def _load(runtime: Runtime, content: bytes, call: str, own_memory: tuple[int, int]) -> int:
-    """Load; `own_memory`: (work, weight) pointers of the caller, 0 to let the runtime allocate."""
-    context = runtime.current
-    description, onnx = _parse(runtime, content)
-    if description.soc_version != runtime.options.soc_name:
-        raise RefusedError(
-            507008,
-            f"EE1001: The argument is invalid. Reason: supported socVersion="
-            f"{runtime.options.soc_name}, but the model socVersion={description.soc_version}",
-        )
-    try:
-        engine = Engine(description, onnx)
-    except Exception as error:
-        raise RefusedError(545003, f"the weights are damaged: {error}") from error
-    memory = context.card.memory
-    blocks: list[int] = []
-    sizes = (description.work_bytes, description.weight_bytes)
-    for pointer, size in zip(own_memory, sizes, strict=True):
-        if pointer:
-            runtime.bytes_at(pointer, size)
-            continue
-        try:
-            blocks.append(memory.allocate(size, call))
-        except RefusedError:
-            for block in blocks:
-                memory.free(block)
-            raise
-    model = Model(0, engine, context, blocks)
-    model.id = runtime.register_model(model, call)
-    runtime.shared_state.publish(context.card.index, memory.used, context.card.busy_ns)
-    return model.id
-
-
-@entry("acl.mdl.load_from_file", "s", failure=(0,), hold=True)
-def load_from_file(runtime: Runtime, path: str) -> int:
-    """Load a file."""
-    runtime.require_context()
-    return _load(runtime, _read(path), "acl.mdl.load_from_file", (0, 0))
-
-
-@entry("acl.mdl.load_from_mem", "kk", failure=(0,), hold=True)
-def load_from_mem(runtime: Runtime, address: int, size: int) -> int:
-    """Load from host memory."""
-    content = runtime.host.view(address, size).tobytes()
-    return _load(runtime, content, "acl.mdl.load_from_mem", (0, 0))
-
-
-@entry("acl.mdl.load_from_file_with_mem", "skkkk", failure=(0,), hold=True)
-def load_from_file_with_mem(
-    runtime: Runtime, path: str, work: int, work_size: int, weight: int, weight_size: int
-) -> int:
-    """Load a file into memory of the caller."""
-    return _load(runtime, _read(path), "acl.mdl.load_from_file_with_mem", (work, weight))
-
-
-@entry("acl.mdl.load_from_mem_with_mem", "kkkkkk", failure=(0,), hold=True)
-def load_from_mem_with_mem(
-    runtime: Runtime, address: int, size: int, work: int, work_size: int, weight: int,
-    weight_size: int,
-) -> int:  # fmt: skip
-    """Load from host memory into memory of the caller."""
-    content = runtime.host.view(address, size).tobytes()
-    return _load(runtime, content, "acl.mdl.load_from_mem_with_mem", (work, weight))
-
-
-@bare("acl.mdl.create_config_handle")
-def create_config_handle(runtime: Runtime) -> int:
-    """Options to load with."""
-    return runtime.register(LoadConfig(), "load configuration", "acl.mdl.create_config_handle")
-
-
-@entry("acl.mdl.set_config_opt", "kio")
-def set_config_opt(runtime: Runtime, handle: int, attribute: int, value: Any) -> None:
-    """Set one option."""
-    config = runtime.find(handle, LoadConfig)
-    if attribute == 2 and not isinstance(value, str):
-        raise TypeError("acl.mdl.set_config_opt args parse failed: the path must be str")
-    config.values[attribute] = value
-
-
-@entry("acl.mdl.load_with_config", "k", failure=(0,), hold=True)
-def load_with_config(runtime: Runtime, handle: int) -> int:
-    """Load as the options say."""
-    values = runtime.find(handle, LoadConfig).values
-    kind = values.get(1)
-    if kind in (1, 2):
-        content = _read(values[2])
-    elif kind in (3, 4):
-        content = runtime.host.view(values[3], values[4]).tobytes()
-    else:
-        raise RefusedError(100000, f"load type {kind} is unknown")
-    memory = (values.get(7, 0), values.get(5, 0)) if kind in (2, 4) else (0, 0)
-    return _load(runtime, content, "acl.mdl.load_with_config", memory)
-
-
-@entry("acl.mdl.destroy_config_handle", "k")
-def destroy_config_handle(runtime: Runtime, handle: int) -> None:
-    """Destroy the options."""
-    runtime.drop(handle, LoadConfig)
-
-
-@entry("acl.mdl.unload", "i")
-def unload(runtime: Runtime, model_id: int) -> None:
-    """Unload; nothing may be in flight."""
-    context = runtime.current
-    model = runtime.find(model_id, Model, 100011)
-    if model.context is not context:
-        raise RefusedError(_MODEL_CONTEXT, "the model was loaded in another context")
-    if model.task is not None and not model.task.done:
-        raise RefusedError(545009, f"model {model_id} is still executing")
-    runtime.drop(model_id, Model, 100011)
-    for block in model.blocks:
-        context.card.memory.free(block)
-    runtime.shared_state.publish(context.card.index, context.card.memory.used, context.card.busy_ns)
-
-
-@entry("acl.mdl.query_size", "s", failure=(0, 0))
-def query_size(runtime: Runtime, path: str) -> tuple[int, int]:
-    """Work and weight bytes."""
-    description, _ = _parse(runtime, _read(path))
-    if description.kind == "range":
-        raise RefusedError(545000, "the size of a model of undetermined shape is unknown")
-    return description.work_bytes, description.weight_bytes
-
-
-@entry("acl.mdl.query_size_from_mem", "kk", failure=(0, 0))
-def query_size_from_mem(runtime: Runtime, address: int, size: int) -> tuple[int, int]:
-    """The same from host memory."""
-    description, _ = _parse(runtime, runtime.host.view(address, size).tobytes())
-    return description.work_bytes, description.weight_bytes
-
-
-# Description.
+_NO_AIPP = 0xFFFFFFFF
 
 
 @bare("acl.mdl.create_desc")
@@ -228,14 +38,14 @@ def get_desc(runtime: Runtime, handle: int, model_id: int) -> None:
 @entry("acl.mdl.get_desc_from_file", "ks")
 def get_desc_from_file(runtime: Runtime, handle: int, path: str) -> None:
     """Describe a file without loading it."""
-    runtime.find(handle, ModelDesc).description = _parse(runtime, _read(path))[0]
+    runtime.find(handle, ModelDesc).description = parse_model(read_file(path))[0]
 
 
 @entry("acl.mdl.get_desc_from_mem", "kkk")
 def get_desc_from_mem(runtime: Runtime, handle: int, address: int, size: int) -> None:
     """Describe a model in host memory without loading it."""
     content = runtime.host.view(address, size).tobytes()
-    runtime.find(handle, ModelDesc).description = _parse(runtime, content)[0]
+    runtime.find(handle, ModelDesc).description = parse_model(content)[0]
 
 
 @entry("acl.mdl.destroy_desc", "k")
@@ -459,3 +269,77 @@ def get_tensor_real_name(runtime: Runtime, handle: int, name: str) -> str:
     """The simulator shortens no names."""
     described(runtime, handle)
     return name
+
+
+# Gears.
+
+
+@entry("acl.mdl.get_dynamic_batch", "k", failure=({},))
+def get_dynamic_batch(runtime: Runtime, handle: int) -> dict[str, Any]:
+    """Batch gears."""
+    description = described(runtime, handle)
+    gears = [g.key[0] for g in description.gears] if description.kind == "batch" else []
+    return {"batchCount": len(gears), "batch": gears}
+
+
+@entry("acl.mdl.get_dynamic_hw", "kk", failure=({},))
+def get_dynamic_hw(runtime: Runtime, handle: int, index: int) -> dict[str, Any]:
+    """Image size gears."""
+    description = described(runtime, handle)
+    gears = [list(g.key) for g in description.gears] if description.kind == "hw" else []
+    return {"hwCount": len(gears), "hw": gears}
+
+
+@entry("acl.mdl.get_input_dynamic_gear_count", "kk", failure=(0,))
+def get_input_dynamic_gear_count(runtime: Runtime, handle: int, index: int) -> int:
+    """Number of dims gears."""
+    description = described(runtime, handle)
+    return len(description.gears) if description.kind == "dims" else 0
+
+
+@entry("acl.mdl.get_input_dynamic_dims", "kkk", failure=([],))
+def get_input_dynamic_dims(
+    runtime: Runtime, handle: int, index: int, count: int
+) -> list[dict[str, Any]]:
+    """Dims gears; each concatenates the dims of all data inputs."""
+    description = described(runtime, handle)
+    if count > 4096 or description.kind != "dims":
+        raise RefusedError(100000, f"no {count} dims gears")
+    return [make_dims("", gear.key) for gear in description.gears[:count]]
+
+
+@entry("acl.mdl.get_input_dims_range", "kk", failure=({"rangeCount": 0, "range": []},))
+def get_input_dims_range(runtime: Runtime, handle: int, index: int) -> dict[str, Any]:
+    """Ranges of a dynamic-shape input."""
+    description = described(runtime, handle)
+    if not 0 <= index < len(description.inputs):
+        raise RefusedError(100000, f"input {index}")
+    ranges = description.inputs[index].ranges
+    return {"rangeCount": len(ranges), "range": [list(pair) for pair in ranges]}
+
+
+# AIPP.
+
+
+@entry("acl.mdl.get_aipp_type", "ik", failure=(0, _NO_AIPP))
+def get_aipp_type(runtime: Runtime, model_id: int, index: int) -> tuple[int, int]:
+    """0: none, 1: static."""
+    description = runtime.find(model_id, Model, 100011).description
+    if not 0 <= index < count_inputs(description):
+        raise RefusedError(100000, f"input {index}")
+    is_static = index < len(description.inputs) and bool(description.inputs[index].aipp)
+    return int(is_static), _NO_AIPP
+
+
+@entry("acl.mdl.get_first_aipp_info", "ik", failure=(None,))
+def get_first_aipp_info(runtime: Runtime, model_id: int, index: int) -> dict[str, Any]:
+    """Static AIPP of an input."""
+    description = runtime.find(model_id, Model, 100011).description
+    if not 0 <= index < len(description.inputs) or not description.inputs[index].aipp:
+        raise RefusedError(145015, f"input {index} has no static AIPP")
+    aipp = description.inputs[index].aipp
+    return {
+        "inputFormat": aipp["input_format"], "srcImageSizeW": aipp["src_image_size_w"],
+        "srcImageSizeH": aipp["src_image_size_h"], "meanChn0": aipp["mean"][0],
+        "shapeCount": 1, "outDims": [],
+    }  # fmt: skip
