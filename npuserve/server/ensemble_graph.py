@@ -1,8 +1,7 @@
 """Ensemble tensors and steps as a checked graph. Pure: configurations in, graph or error out.
 
-`check_ensemble` is what a load asks; `EnsembleGraph` is what the ensemble scheduler walks. The
-rules that need nothing but the ensemble's own configuration (a tensor written twice, an output
-never written) were checked when the configuration was read.
+`EnsembleGraph` is what the ensemble scheduler walks; whether the members fit together is checked
+in ensemble_check.py.
 
 A *scope* says how often a tensor comes: tensors of the scope `ROOT` come once a request; those
 written by a decoupled step d, or computed from them, have the scope d and come once for every
@@ -17,11 +16,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from npuserve.errors import InvalidArgumentError, NotFoundError
-from npuserve.model_config import ModelConfig, datatype_name, is_decoupled
+from npuserve.model_config import ModelConfig, is_decoupled
 from npuserve.tensor import Tensor
 
 if TYPE_CHECKING:
-    from npuserve._proto.model_config_pb2 import ModelEnsembling, ModelInput, ModelOutput
+    from npuserve._proto.model_config_pb2 import ModelEnsembling, ModelOutput
 
 ROOT = -1
 
@@ -36,26 +35,6 @@ def member_models(config: ModelConfig) -> list[tuple[str, int]]:
     """(name, version) of the models that the ensemble's steps run, each once, in step order."""
     steps = config.ensemble_scheduling.step
     return list(dict.fromkeys((step.model_name, step.model_version) for step in steps))
-
-
-def check_ensemble(config: ModelConfig, lookup_config: ConfigLookup) -> bool:
-    """Check an ensemble against the configurations of its members.
-
-    Returns:
-        Whether a member is decoupled, which makes the ensemble decoupled too.
-
-    Raises:
-        InvalidArgumentError: with Triton's text, followed by the number of the step from 0.
-
-    Source: Triton core src/model_repository_manager/ensemble..., ValidateEnsembleConfig; the
-    texts are listed in the model configuration reference.
-    """
-    members = _member_configs(config, lookup_config)
-    for index, member in enumerate(members):
-        _check_batch_size(config, index, member)
-        _check_mapping(config, index, member)
-    _check_consistency(config, members)
-    return EnsembleGraph(config, lookup_config).decoupled
 
 
 @dataclass(frozen=True)
@@ -165,7 +144,7 @@ class EnsembleGraph:
 
     def __init__(self, config: ModelConfig, lookup_config: ConfigLookup) -> None:
         self._name = config.name
-        members = _member_configs(config, lookup_config)
+        members = member_configs(config, lookup_config)
         self.inputs = tuple(entry.name for entry in config.input)
         self._scopes = dict.fromkeys(self.inputs, ROOT)
         self._batching = dict.fromkeys(self.inputs, config.max_batch_size > 0)
@@ -352,20 +331,20 @@ def convert_batch(shape: Sequence[int], dims: Sequence[int], add: bool) -> Seque
 
     Source: Triton core src/ensemble_scheduler, ReshapeTensorDims.
     """
-    fits = _fits(shape, dims)
+    is_whole = fits(shape, dims)
     if add:
-        return [1, *shape] if fits else shape
-    return shape[1:] if not fits and shape and shape[0] == 1 else shape
+        return [1, *shape] if is_whole else shape
+    return shape[1:] if not is_whole and shape and shape[0] == 1 else shape
 
 
-def _fits(shape: Sequence[int], dims: Sequence[int]) -> bool:
+def fits(shape: Sequence[int], dims: Sequence[int]) -> bool:
     """Whether the two shapes can be the same one, -1 standing for any size."""
     return len(shape) == len(dims) and all(
         a == b or -1 in (a, b) for a, b in zip(shape, dims, strict=True)
     )
 
 
-def _member_configs(config: ModelConfig, lookup_config: ConfigLookup) -> list[ModelConfig]:
+def member_configs(config: ModelConfig, lookup_config: ConfigLookup) -> list[ModelConfig]:
     """Configuration of the member of each step."""
     found: dict[tuple[str, int], ModelConfig] = {}
     missing = []
@@ -385,118 +364,3 @@ def _member_configs(config: ModelConfig, lookup_config: ConfigLookup) -> list[Mo
             f"{', '.join(missing)}"
         )
     return [found[step.model_name, step.model_version] for step in config.ensemble_scheduling.step]
-
-
-def _check_batch_size(config: ModelConfig, index: int, member: ModelConfig) -> None:
-    # A member without a batch dimension is fine as long as the shapes agree.
-    if 0 < member.max_batch_size < config.max_batch_size:
-        raise InvalidArgumentError(
-            f"ensemble {config.name} allows maximum batch size {config.max_batch_size}, but it "
-            f"contains model {member.name} which only allows maximum batch size to be "
-            f"{member.max_batch_size} (step {index})"
-        )
-
-
-def _check_mapping(config: ModelConfig, index: int, member: ModelConfig) -> None:
-    """Names of one step against those of its member."""
-    step = config.ensemble_scheduling.step[index]
-    inputs = {entry.name: entry for entry in member.input}
-    outputs = {entry.name for entry in member.output}
-    for name, tensor in sorted(step.input_map.items()):
-        if name not in inputs:
-            raise _step_error(
-                config, index,
-                f"ensemble tensor {tensor} is mapping to non-existing input {name} in model "
-                f"{step.model_name}",
-            )  # fmt: skip
-    for name, entry in inputs.items():
-        if name not in step.input_map and not entry.optional:
-            raise _step_error(
-                config, index,
-                f"input {name} in model {step.model_name} is not mapped to any ensemble tensors",
-            )  # fmt: skip
-    written: set[str] = set()
-    for name, tensor in sorted(step.output_map.items()):
-        if name not in outputs:
-            raise _step_error(
-                config, index,
-                f"ensemble tensor {tensor} is mapped from non-existing output {name} in model "
-                f"{step.model_name}",
-            )  # fmt: skip
-        if tensor in written:
-            raise _step_error(
-                config, index,
-                f"multiple outputs in model {step.model_name} are mapped to the same ensemble "
-                f"tensor {tensor}",
-            )  # fmt: skip
-        written.add(tensor)
-
-
-@dataclass(frozen=True)
-class _Use:
-    """What one model says about an ensemble tensor."""
-
-    model: str
-    data_type: int
-    dims: tuple[int, ...]
-    batching: bool
-
-    @property
-    def datatype(self) -> str:
-        name = datatype_name(self.data_type)
-        return "TYPE_STRING" if name == "BYTES" else f"TYPE_{name}"
-
-    @property
-    def full_dims(self) -> tuple[int, ...]:
-        return (-1, *self.dims) if self.batching else self.dims
-
-    def agrees_with(self, other: _Use) -> bool:
-        if _fits(self.full_dims, other.full_dims):
-            return True
-        # One batches and the other does not: the batch dimension is added or taken away.
-        return self.batching != other.batching and _fits(self.dims, other.dims)
-
-
-def _check_consistency(config: ModelConfig, members: Sequence[ModelConfig]) -> None:
-    """Every model that touches an ensemble tensor must mean the same datatype and shape."""
-    uses: dict[str, _Use] = {}
-    batching = config.max_batch_size > 0
-    own_entries: list[ModelInput | ModelOutput] = [*config.input, *config.output]
-    for own in own_entries:
-        uses[own.name] = _Use(config.name, own.data_type, tuple(own.dims), batching)
-    for index, (step, member) in enumerate(
-        zip(config.ensemble_scheduling.step, members, strict=True)
-    ):
-        mapped: list[tuple[str, ModelInput | ModelOutput]] = [
-            *((step.input_map[i.name], i) for i in member.input if i.name in step.input_map),
-            *((step.output_map[o.name], o) for o in member.output if o.name in step.output_map),
-        ]
-        for tensor, entry in mapped:
-            use = _Use(
-                step.model_name, entry.data_type, tuple(entry.dims), member.max_batch_size > 0
-            )
-            _check_use(config, index, tensor, uses.setdefault(tensor, use), use)
-
-
-def _check_use(config: ModelConfig, index: int, tensor: str, known: _Use, use: _Use) -> None:
-    if known.data_type != use.data_type:
-        raise _step_error(
-            config, index,
-            f"ensemble tensor {tensor}: inconsistent data type: {known.datatype} is inferred "
-            f"from model {known.model} while {use.datatype} is inferred from model {use.model}",
-        )  # fmt: skip
-    if not known.agrees_with(use):
-        raise _step_error(
-            config, index,
-            f"ensemble tensor {tensor}: inconsistent shape: {_text(known.full_dims)} is inferred "
-            f"from model {known.model} while {_text(use.full_dims)} is inferred from model "
-            f"{use.model}",
-        )  # fmt: skip
-
-
-def _step_error(config: ModelConfig, index: int, text: str) -> InvalidArgumentError:
-    return InvalidArgumentError(f"in ensemble {config.name}, {text} (step {index})")
-
-
-def _text(dims: Sequence[int]) -> str:
-    return "[" + ",".join(map(str, dims)) + "]"

@@ -18,7 +18,8 @@ from npuserve.backends.registry import BackendRegistry
 from npuserve.model_config import ModelConfig
 from npuserve.server import instance_group
 from npuserve.server.devices import visible_cards
-from npuserve.server.ensemble_graph import check_ensemble, member_models
+from npuserve.server.ensemble_check import check_ensemble
+from npuserve.server.ensemble_graph import member_models
 from npuserve.server.host_policy import policy_cores
 from npuserve.server.load_limit import check_load_limit
 from npuserve.server.model import Model

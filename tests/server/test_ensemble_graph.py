@@ -9,13 +9,8 @@ from google.protobuf import text_format
 
 from npuserve.errors import InvalidArgumentError, NotFoundError
 from npuserve.model_config import ModelConfig
-from npuserve.server.ensemble_graph import (
-    ROOT,
-    EnsembleGraph,
-    check_ensemble,
-    convert_batch,
-    member_models,
-)
+from npuserve.server.ensemble_check import check_ensemble
+from npuserve.server.ensemble_graph import ROOT, EnsembleGraph, convert_batch, member_models
 
 
 def config(text: str) -> ModelConfig:

@@ -1,50 +1,22 @@
-"""The ensemble scheduler: runs the steps of an ensemble as requests of their member models.
+"""The ensemble scheduler: step 6 of the walk for an ensemble.
 
-Step 6 of the walk for an ensemble. A step starts as soon as its tensors are there; only steps
-that the requested outputs depend on run at all. Tensors go from step to step by reference. All
-of it happens in the response callbacks of the members, so an ensemble has no task and no queue.
-
-A request of an ensemble with decoupled members is a tree of iterations: every response of a
-decoupled step opens one, in which the steps behind it run with that response's tensors.
+It has no instances and no queue: every request walks through the graph by itself
+(ensemble_run.py), carried by the answers of the member models.
 """
 
 from __future__ import annotations
 
-import logging
-from collections import deque
 from typing import TYPE_CHECKING
 
-from npuserve.errors import (
-    InvalidArgumentError,
-    NpuserveError,
-    RequestCancelledError,
-    UnavailableError,
-    error_from_code,
-)
-from npuserve.request import SEQUENCE_END, SEQUENCE_START, InferenceRequest
-from npuserve.response import InferenceResponse, ParameterValue
-from npuserve.server.ensemble_graph import ROOT, EnsembleGraph, Plan, Step
+from npuserve.errors import UnavailableError
+from npuserve.server.ensemble_graph import EnsembleGraph
+from npuserve.server.ensemble_run import EnsembleParts, EnsembleRun, Gate
 from npuserve.server.response_cache import ModelCache
-from npuserve.server.statistics import FailureReason
 from npuserve.server.validation import request_prefix
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
+    from npuserve.request import InferenceRequest
     from npuserve.server.schedulers.base import SchedulerContext
-    from npuserve.tensor import Tensor
-
-logger = logging.getLogger(__name__)
-
-# Correlation id and flags, which a step hands on to the steps that take its tensors.
-SequenceTag = tuple[int | str, int]
-
-
-class _Never:
-    """Stands for a tensor that will not come: the step that writes it cannot run."""
-
-
-_NEVER = _Never()
 
 
 class EnsembleScheduler:
@@ -55,29 +27,32 @@ class EnsembleScheduler:
     """
 
     def __init__(self, context: SchedulerContext) -> None:
-        self.name = context.name
-        self.version = str(context.version)
-        self.submit = context.submit
-        self.now_ns = context.clock.now_ns
-        self.statistics = context.statistics
-        self.graph = EnsembleGraph(
+        graph = EnsembleGraph(
             context.config, lambda name, version: context.lookup(name, version).config
         )
-        steps = context.config.ensemble_scheduling.step
+        steps = range(len(context.config.ensemble_scheduling.step))
         limit = context.config.ensemble_scheduling.max_inflight_requests
-        self.gates = {index: Gate(limit) for index in range(len(steps))} if limit else {}
+        self._parts = EnsembleParts(
+            name=context.name,
+            version=str(context.version),
+            graph=graph,
+            statistics=context.statistics,
+            submit=context.submit,
+            now_ns=context.clock.now_ns,
+            gates={index: Gate(limit) for index in steps} if limit else {},
+        )
         self._cache = ModelCache.for_model(context, self._start)
         self._stopping = False
         # Classification of an output takes the labels of the member that makes it.
         self.labels: dict[str, list[str]] = {
             output: context.lookup(member, version).labels(name)
-            for output, member, version, name in self.graph.sources()
+            for output, member, version, name in graph.sources()
         }
 
     @property
     def queued(self) -> int:
         """Steps that wait for their limit of requests in flight."""
-        return sum(len(gate.waiting) for gate in self.gates.values())
+        return sum(len(gate.waiting) for gate in self._parts.gates.values())
 
     def enqueue(self, request: InferenceRequest) -> None:
         """See `Scheduler.enqueue`. The request counts as executing from here on."""
@@ -93,488 +68,10 @@ class EnsembleScheduler:
             self._start(request)
 
     def _start(self, request: InferenceRequest) -> None:
-        self.statistics.pending -= 1
-        request.compute_start_ns = self.now_ns()
-        EnsembleRun(self, request).start()
+        self._parts.statistics.pending -= 1
+        request.compute_start_ns = self._parts.now_ns()
+        EnsembleRun(self._parts, request).start()
 
     def stop(self) -> None:
         """See `Scheduler.stop`."""
         self._stopping = True
-
-
-class Gate:
-    """`max_inflight_requests`: how many requests one step may have in flight, over all runs.
-
-    # Differs from Triton: there the thread of the step before is blocked at the limit. Here the
-    # tensors wait, so that no member is held up by another one.
-    """
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._inflight = 0
-        self._opening = False
-        self.waiting: deque[tuple[StepCall, InferenceRequest]] = deque()
-
-    def enter(self, call: StepCall, member: InferenceRequest) -> bool:
-        """Whether the call may start now; else the gate starts it later."""
-        if self._inflight >= self._limit:
-            self.waiting.append((call, member))
-            return False
-        self._inflight += 1
-        return True
-
-    def leave(self) -> None:
-        """A call has ended: start the ones that waited longest."""
-        self._inflight -= 1
-        if self._opening:
-            return  # a call that failed at once; the loop below goes on
-        self._opening = True
-        while self.waiting and self._inflight < self._limit:
-            call, member = self.waiting.popleft()
-            if call.run.wants_held_call():
-                self._inflight += 1
-                call.run.released(call, member)
-        self._opening = False
-
-
-class Iteration:
-    """The tensors of one response of a decoupled step; the outermost one is the request itself.
-
-    Attributes:
-        scope: the decoupled step, ROOT for the request.
-        parent: iteration in which that step ran.
-        tensors: ensemble tensors of this scope that are settled; None: the step ran, or the
-            client sent its request, without this one.
-        waiting: by step of this scope: tensors still to come.
-        outer_missing: how many of those belong to an outer iteration.
-        outputs_missing: outputs of the ensemble that are not settled.
-        tags: of tensors whose tag is not the request's own.
-    """
-
-    __slots__ = (
-        "outer_missing", "outputs_missing", "parent", "scope", "tags", "tensors", "waiting",
-    )  # fmt: skip
-
-    def __init__(self, scope: int, parent: Iteration | None, plan: Plan) -> None:
-        self.scope = scope
-        self.parent = parent
-        self.tensors: dict[str, Tensor | _Never | None] = {}
-        self.waiting = dict(plan.waiting.get(scope, ()))
-        self.outer_missing = plan.outer_tensors.get(scope, 0)
-        self.outputs_missing = len(plan.output_names.get(scope, ()))
-        self.tags: dict[str, SequenceTag] | None = None
-
-    @property
-    def ancestors(self) -> Iterator[Iteration]:
-        """The iterations around this one, the nearest first."""
-        iteration = self.parent
-        while iteration is not None:
-            yield iteration
-            iteration = iteration.parent
-
-    @property
-    def complete(self) -> bool:
-        """Whether all outputs that can be seen from here are settled."""
-        return not self.outputs_missing and not any(a.outputs_missing for a in self.ancestors)
-
-    def home(self, tensor: str) -> Iteration | None:
-        """The iteration, this one or one around it, that has the tensor."""
-        iteration: Iteration | None = self
-        while iteration is not None and tensor not in iteration.tensors:
-            iteration = iteration.parent
-        return iteration
-
-
-class StepCall:
-    """One execution of a step: a request of its member."""
-
-    __slots__ = ("iteration", "run", "step")
-
-    def __init__(self, run: EnsembleRun, step: Step, iteration: Iteration) -> None:
-        self.run = run
-        self.step = step
-        self.iteration = iteration
-
-    def answered(self, response: InferenceResponse | None, final: bool) -> None:
-        """The member's response callback."""
-        self.run.answered(self, response, final)
-
-
-class EnsembleRun:
-    """One request on its way through the graph."""
-
-    __slots__ = (
-        "_advancing", "_calls", "_compute_ns", "_held", "_leaves", "_outbox", "_partial", "_plan",
-        "_ready", "_request", "_scheduler", "_tag", "_tagged",
-    )  # fmt: skip
-
-    def __init__(self, scheduler: EnsembleScheduler, request: InferenceRequest) -> None:
-        self._scheduler = scheduler
-        self._request = request
-        self._plan = scheduler.graph.plan(request.requested_outputs)
-        self._tag: SequenceTag = (request.correlation_id, request.flags)
-        self._tagged = False
-        self._ready: deque[StepCall] = deque()
-        # In flight. Taken out at the end, or call and request would keep each other (and the
-        # buffers of their tensors) until the garbage collector comes.
-        self._calls: dict[StepCall, InferenceRequest] = {}
-        self._held = 0  # calls that wait at a gate
-        self._advancing = False
-        # Iterations still to be answered, in order, by leaf scope.
-        self._leaves: dict[int, deque[Iteration]] = {
-            scope: deque() for scope in self._plan.leaf_scopes
-        }
-        # By scope: iterations that still need a tensor of an outer one.
-        self._partial: dict[int, list[Iteration]] = {}
-        self._outbox: deque[InferenceResponse] = deque()
-        self._compute_ns = (0, 0, 0)  # summed over the steps
-
-    def start(self) -> None:
-        """Set the request's inputs and start what can start."""
-        self._request.on_cancel = self._cancelled
-        if self._scheduler.graph.decoupled:
-            self._request.on_hold = self._hold
-        root = Iteration(ROOT, None, self._plan)
-        if ROOT in self._leaves:
-            self._leaves[ROOT].append(root)
-        given = self._request.inputs
-        for name in self._scheduler.graph.inputs:
-            self._settle(root, name, given.get(name))
-        self._advance()
-
-    # ---------------------------------------------------------------- tensors
-
-    def _settle(self, iteration: Iteration, name: str, value: Tensor | _Never | None) -> None:
-        """A tensor has come, or it is known that it will not."""
-        iteration.tensors[name] = value
-        scope = iteration.scope
-        if name in self._plan.output_names.get(scope, ()):
-            iteration.outputs_missing -= 1
-        for step in self._plan.consumers.get(name, ()):
-            if step.scope == scope:
-                self._arrived(step, iteration)
-            else:
-                self._arrived_from_outside(step, iteration)
-
-    def _arrived(self, step: Step, iteration: Iteration) -> None:
-        left = iteration.waiting[step.index] - 1
-        iteration.waiting[step.index] = left
-        if not left:
-            self._ready.append(StepCall(self, step, iteration))
-
-    def _arrived_from_outside(self, step: Step, outer: Iteration) -> None:
-        """Iterations that were opened before a tensor of the iteration around them came."""
-        still_partial = []
-        for iteration in self._partial.get(step.scope, ()):
-            if outer in iteration.ancestors:
-                iteration.outer_missing -= 1
-                self._arrived(step, iteration)
-            if iteration.outer_missing:
-                still_partial.append(iteration)
-        self._partial[step.scope] = still_partial
-
-    def _open(self, scope: int, parent: Iteration) -> Iteration:
-        """A new iteration for a response of the decoupled step `scope`."""
-        iteration = Iteration(scope, parent, self._plan)
-        if scope in self._leaves:
-            self._leaves[scope].append(iteration)
-        for outer in iteration.ancestors:
-            for name in outer.tensors:
-                for step in self._plan.consumers.get(name, ()):
-                    if step.scope == scope:
-                        iteration.outer_missing -= 1
-                        self._arrived(step, iteration)
-        if iteration.outer_missing:
-            self._partial.setdefault(scope, []).append(iteration)
-        return iteration
-
-    # ---------------------------------------------------------------- steps
-
-    def _advance(self) -> None:
-        """Start every step that is ready; then answer what can be answered.
-
-        A member may answer while its request is being submitted (a cache hit), and so come back
-        here; the loop that already runs goes on with what that made ready.
-        """
-        if self._advancing:
-            return
-        if self._request.cancelled:
-            self._ready.clear()
-        self._advancing = True
-        while self._ready:
-            call = self._ready.popleft()
-            inputs = self._inputs(call)
-            if inputs is None:
-                self._skip(call)
-                continue
-            member = self._member_request(call, inputs)
-            gate = self._scheduler.gates.get(call.step.index)
-            if gate is None or gate.enter(call, member):
-                self._submit(call, member)
-            else:
-                self._held += 1
-        self._advancing = False
-        if not self._request.finished:
-            self._answer()
-
-    def wants_held_call(self) -> bool:
-        """A call leaves its gate: whether it is still of use."""
-        self._held -= 1
-        return not self._request.finished and not self._request.cancelled
-
-    def released(self, call: StepCall, member: InferenceRequest) -> None:
-        """A gate lets the call through."""
-        self._submit(call, member)
-        self._advance()
-
-    def _inputs(self, call: StepCall) -> dict[str, Tensor] | None:
-        """Inputs of the member's request; None if one is missing that it cannot do without."""
-        inputs: dict[str, Tensor] = {}
-        for each in call.step.inputs:
-            home = call.iteration.home(each.tensor)
-            value = home.tensors[each.tensor] if home is not None else _NEVER
-            if value is None and each.may_be_absent:
-                continue
-            if value is None or isinstance(value, _Never):
-                return None
-            inputs[each.name] = each.adapt(value)
-        return inputs
-
-    def _skip(self, call: StepCall) -> None:
-        if not call.step.decoupled:
-            for tensor in call.step.outputs.values():
-                self._settle(call.iteration, tensor, _NEVER)
-
-    def _member_request(self, call: StepCall, inputs: dict[str, Tensor]) -> InferenceRequest:
-        request, step = self._request, call.step
-        correlation_id, flags = self._tag
-        if self._tagged:
-            tensors = [each.tensor for each in step.inputs]
-            correlation_id, flags = self._find_tag(call.iteration, tensors)
-        member = InferenceRequest(
-            step.model_name,
-            inputs,
-            call.answered,
-            model_version=step.model_version,
-            id=request.id,
-            requested_outputs=step.requested_outputs,
-            parameters=request.parameters,
-            correlation_id=correlation_id,
-            flags=flags,
-            priority=request.priority,
-            timeout_us=request.timeout_us,
-        )
-        member.parent = request
-        member.inputs_shared = step.index in self._plan.shared or (
-            request.inputs_shared and step.index in self._plan.entries
-        )
-        return member
-
-    def _submit(self, call: StepCall, member: InferenceRequest) -> None:
-        self._calls[call] = member
-        try:
-            self._scheduler.submit(member)
-        except NpuserveError as error:
-            self._ended(call)
-            self._fail(error)
-        else:
-            if self._request.held and call.step.decoupled:
-                member.hold(True)
-
-    def _hold(self, held: bool) -> None:
-        """The client reads slowly: so may the models that make the stream answer."""
-        for call, member in tuple(self._calls.items()):
-            if call.step.decoupled:
-                member.hold(held)
-
-    def _ended(self, call: StepCall) -> None:
-        del self._calls[call]
-        gate = self._scheduler.gates.get(call.step.index)
-        if gate is not None:
-            gate.leave()
-
-    def answered(self, call: StepCall, response: InferenceResponse | None, final: bool) -> None:
-        """A member answered."""
-        member = self._calls[call]
-        if final:
-            input_ns, infer_ns, output_ns = self._compute_ns
-            more = member.compute_ns
-            self._compute_ns = (input_ns + more[0], infer_ns + more[1], output_ns + more[2])
-            self._ended(call)
-        if self._request.finished:
-            return
-        if response is not None and response.error is not None:
-            self._fail(response.error)
-            return
-        if response is None and not member.response_count and not call.step.decoupled:
-            response = InferenceResponse([])
-        if response is not None:
-            try:
-                self._take(call, member, response)
-            except InvalidArgumentError as error:
-                self._fail(error)
-                return
-        self._advance()
-
-    def _take(self, call: StepCall, member: InferenceRequest, response: InferenceResponse) -> None:
-        """Settle the tensors a step wrote."""
-        step, iteration = call.step, call.iteration
-        tag = (member.correlation_id, member.flags)
-        if response.parameters:
-            tag = _override(tag, response.parameters)
-        if step.decoupled:
-            iteration = self._open(step.index, iteration)
-        if tag != self._tag:
-            self._tagged = True
-            iteration.tags = (iteration.tags or {}) | dict.fromkeys(step.outputs.values(), tag)
-        written: set[str] = set()
-        for tensor in response.outputs:
-            name = step.outputs.get(tensor.name)
-            if name is not None and name not in written:
-                written.add(name)
-                self._settle(iteration, name, tensor)
-        if len(written) < len(step.outputs):
-            for name in step.outputs.values():
-                if name not in written:
-                    self._settle(iteration, name, None)
-
-    def _find_tag(self, iteration: Iteration, tensors: list[str]) -> SequenceTag:
-        """The tag that comes with these tensors, the request's own if none has another one."""
-        found: SequenceTag | None = None
-        for tensor in tensors:
-            home = iteration.home(tensor)
-            tag = home.tags.get(tensor) if home is not None and home.tags else None
-            if tag is None:
-                continue
-            if found is not None and tag != found:
-                logger.warning(
-                    "%sdifferent sequence parameters reach one step of ensemble '%s'; "
-                    "correlation ID %s, flags %d are used",
-                    request_prefix(self._request.id), self._scheduler.name, *found,
-                )  # fmt: skip
-                break
-            found = tag
-        return found or self._tag
-
-    # ---------------------------------------------------------------- answers
-
-    def _answer(self) -> None:
-        """Send what is complete; end the request when nothing is left to do."""
-        request, outbox = self._request, self._outbox
-        over = not self._calls and (not self._held or request.cancelled)
-        decoupled = self._scheduler.graph.decoupled
-        if not over and not decoupled:
-            return
-        self._collect()
-        if not over:
-            while outbox:
-                request.deliver(outbox.popleft(), False)
-            return
-        if not outbox and request.cancelled:
-            self._fail(RequestCancelledError(""))
-        elif not outbox and not decoupled:
-            text = "unexpected deadlock, at least one output is not set while no more ensemble "
-            self._fail(InvalidArgumentError(f"{request_prefix(request.id)}{text}steps can be made"))
-        else:
-            self._count_success()
-            while len(outbox) > 1:
-                request.deliver(outbox.popleft(), False)
-            request.deliver(outbox.popleft() if outbox else None, True)
-
-    def _collect(self) -> None:
-        """Turn complete iterations into responses, in the order in which they were opened.
-
-        # Differs from Triton: with several instances behind a decoupled step it answers in the
-        # order in which iterations end, which reorders a stream of tokens.
-        """
-        queues = tuple(self._leaves.values())
-        while all(queue and queue[0].complete for queue in queues):
-            response = self._make_response([queue.popleft() for queue in queues])
-            if response is not None:
-                self._outbox.append(response)
-
-    def _make_response(self, leaves: list[Iteration]) -> InferenceResponse | None:
-        """The response of one iteration (of each leaf scope); None if an output cannot come."""
-        outputs = []
-        tag = self._tag
-        for output in self._plan.outputs:
-            homes = (leaf.home(output.name) for leaf in leaves)
-            home = next((home for home in homes if home is not None), None)
-            value = home.tensors[output.name] if home is not None else _NEVER
-            if isinstance(value, _Never):
-                return None
-            if value is None:
-                continue  # the model left it out
-            outputs.append(output.adapt(value))
-            if home is not None and home.tags:
-                tag = home.tags.get(output.name, tag)
-        return InferenceResponse(
-            outputs,
-            parameters={
-                "sequence_id": tag[0],
-                "sequence_start": bool(tag[1] & SEQUENCE_START),
-                "sequence_end": bool(tag[1] & SEQUENCE_END),
-            },
-            model_name=self._scheduler.name,
-            model_version=self._scheduler.version,
-        )
-
-    def _fail(self, error: NpuserveError) -> None:
-        """Answer with the error of a step; what other steps still do is of no use any more."""
-        request = self._request
-        if request.finished:
-            return
-        if request.cancelled:
-            error, reason = RequestCancelledError(""), FailureReason.CANCELED
-        else:
-            text = f"in ensemble '{self._scheduler.name}', {error}"
-            error, reason = error_from_code(error.code, text), FailureReason.OTHER
-        self._ready.clear()
-        now = self._scheduler.now_ns()
-        self._scheduler.statistics.request_failure(reason, now - request.start_ns)
-        request.deliver(InferenceResponse.from_error(error), True)
-        self._cancel_calls()
-
-    def _cancelled(self, request: InferenceRequest) -> None:
-        """The client is gone: no further step starts, running ones are told."""
-        self._cancel_calls()
-        if not request.finished:
-            self._advance()
-
-    def _cancel_calls(self) -> None:
-        for member in tuple(self._calls.values()):
-            member.cancel()
-
-    def _count_success(self) -> None:
-        statistics, request = self._scheduler.statistics, self._request
-        compute_ns = request.compute_ns = self._compute_ns
-        total_ns = self._scheduler.now_ns() - request.start_ns
-        queue_ns = max(0, request.compute_start_ns - request.queue_ns)
-        statistics.execution(request.batch_size or 1, *compute_ns)
-        statistics.request_success(request.batch_size, total_ns, queue_ns, *compute_ns)
-
-
-def _override(tag: SequenceTag, parameters: Mapping[str, ParameterValue]) -> SequenceTag:
-    """The tag after a member's response parameters; either flag given replaces both.
-
-    Raises:
-        InvalidArgumentError: one of them has the wrong type.
-    """
-    names = ("sequence_id", "sequence_start", "sequence_end")
-    if not any(name in parameters for name in names):
-        return tag
-    correlation_id = parameters.get("sequence_id", tag[0])
-    if isinstance(correlation_id, bool) or not isinstance(correlation_id, (int, str)):
-        raise InvalidArgumentError(
-            "expected parameter 'sequence_id' to be TRITONSERVER_PARAMETER_INT or "
-            "TRITONSERVER_PARAMETER_STRING"
-        )
-    flags = 0
-    for name, flag in (("sequence_start", SEQUENCE_START), ("sequence_end", SEQUENCE_END)):
-        value = parameters.get(name, False)
-        if not isinstance(value, bool):
-            raise InvalidArgumentError(
-                f"expect parameter '{name}' to be TRITONSERVER_PARAMETER_BOOL"
-            )
-        flags |= flag * value
-    return correlation_id, flags
