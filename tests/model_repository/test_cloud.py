@@ -26,24 +26,32 @@ from npuserve.server.core import InferenceServer
 from tests.model_repository import stores
 from tests.model_repository.stores import Store
 
+asyn = pytest.importorskip("fsspec.asyn")
+
 OPTIONS = ServerOptions()
 CONFIG = b'backend: "identity" max_batch_size: 2'
 
 
 @pytest.fixture(autouse=True)
-def kept_filesystems(monkeypatch: pytest.MonkeyPatch) -> None:
-    """File systems live until the process ends.
+def kept_filesystems(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """File systems live until the process ends, those of gcsfs without their connections.
 
-    Their libraries close connections in finalizers, which would run in whatever test happens to
-    collect garbage and fail that one.
+    The libraries close connections in finalizers, which would run in whatever test happens to
+    collect garbage, and in the wrong thread.
     """
+    opened: list[Any] = []
 
     def open_and_keep(url: str) -> Any:
-        _kept.append(open_filesystem(url))
-        return _kept[-1]
+        opened.append(open_filesystem(url))
+        return opened[-1]
 
     open_filesystem = cloud._open_filesystem
     monkeypatch.setattr(cloud, "_open_filesystem", open_and_keep)
+    yield
+    for filesystem in opened:
+        if type(filesystem).__module__.startswith("gcsfs") and filesystem.session is not None:
+            asyn.sync(filesystem.loop, filesystem.session.close)
+    _kept.extend(opened)
 
 
 _kept: list[Any] = []
