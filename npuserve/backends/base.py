@@ -196,6 +196,10 @@ class ModelInstance:
     # one overlaps copies with compute: `execute` is still entered once at a time.
     max_inflight: int = 1
 
+    # The next batch may be handed over while `max_inflight` are being executed: it waits in the
+    # instance and begins without a gap. No overlap comes of it.
+    prefetches: bool = True
+
     def initialize(self) -> None:
         """Get ready in this thread. An exception makes the load fail."""
 
@@ -218,6 +222,7 @@ class PipelinedInstance(ModelInstance):
 
     # One more than on the device: the next batch is at hand when one has been collected.
     max_inflight: int = 3
+    prefetches = False  # there is always one waiting
 
     def submit(self, batch: ExecutionBatch) -> None:
         """Queue the batch on the device; must not wait for its end.
@@ -240,6 +245,10 @@ class LoopInstance:
     """An instance driven on the event loop; nothing in it may block."""
 
     max_inflight: int = 1
+
+    # See `ModelInstance.prefetches`: `start` may be called once while `max_inflight` batches are
+    # being executed.
+    prefetches: bool = False
 
     # Set by the server: call it whenever `available` changes.
     on_available_change: Callable[[], None] | None = None
