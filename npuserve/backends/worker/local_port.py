@@ -112,9 +112,10 @@ class LocalPort:
         def reply(response: ServerResponse | None, final: bool) -> None:
             self._put(mailbox, (None if response is None else _model_response(response), final))
 
+        continued = None if request._trace is None else request._trace[1]
         fields = (
             request._request_id, request._correlation_id, request._flags, request._timeout,
-            request._priority, request._parameters, request._output_names, request._trace,
+            request._priority, request._parameters, request._output_names, continued,
         )  # fmt: skip
         inputs = {tensor._name: self._tensor(tensor) for tensor in request._inputs}
         target = (request._model_name, request._model_version)

@@ -23,6 +23,8 @@ from npuserve.response import InferenceResponse
 from npuserve.tensor import Tensor
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from npuserve.backends.worker.launcher import Launcher
     from npuserve.backends.worker.shm import SharedMemoryLink
     from npuserve.request import InferenceRequest
@@ -316,7 +318,19 @@ class WorkerInstance(LoopInstance):
         inputs = {tensor.name: tensor for tensor in self._tensors(tensors)}
         assert self._connection is not None
         reply: Reply = partial(self._infer_answered, self._connection, call_id)
+        fields = (*fields[:-1], self._request_of(fields[-1]))
         self._services.infer(call_id, (name, version), inputs, fields, decoupled, reply)
+
+    def _request_of(self, key: Any) -> InferenceRequest | None:
+        """The request with this key, if the worker still has it."""
+        if key is None:
+            return None
+        batch_id, index = key
+        batch = self._batches.get(batch_id)
+        requests: Sequence[InferenceRequest] = () if batch is None else batch.requests
+        if not requests and batch_id in self._open:
+            requests = self._open[batch_id][0].requests
+        return requests[index] if requests else None
 
     @staticmethod
     def _infer_answered(

@@ -106,8 +106,9 @@ class PreferredMemory:
 class InferenceTrace:
     """Reference to the trace of a request, to be handed on to the requests it makes."""
 
-    def __init__(self, context: str | None = None) -> None:
+    def __init__(self, context: str | None = None, key: Any = None) -> None:
         self._context = context
+        self._key = key  # of the request it belongs to
 
     def get_context(self) -> str | None:
         """The propagated OpenTelemetry context as JSON text, or None."""
@@ -273,8 +274,8 @@ class InferenceRequest:
 
     __slots__ = (
         "_correlation_id", "_flags", "_inputs", "_key", "_model_name", "_model_version",
-        "_output_names", "_parameters", "_priority", "_release_flags", "_request_id", "_sender",
-        "_timeout", "_trace",
+        "_output_names", "_parameters", "_preferred_memory", "_priority", "_release_flags",
+        "_request_id", "_sender", "_timeout", "_trace",
     )  # fmt: skip
 
     # Set by `pb_utils.bind` on the class that a model sees.
@@ -294,6 +295,7 @@ class InferenceRequest:
         preferred_memory: PreferredMemory | None = None,
         trace: InferenceTrace | None = None,
         parameters: dict[str, Any] | None = None,
+        priority: int = 0,
     ) -> None:
         if inputs is None or requested_output_names is None or model_name is None:
             raise TypeError(
@@ -319,9 +321,10 @@ class InferenceRequest:
         self._model_version = model_version
         self._flags = flags
         self._timeout = timeout
-        self._priority = 0
+        self._priority = priority
+        self._preferred_memory = preferred_memory
         self._parameters = _parameters_json(parameters)
-        self._trace = trace._context if trace is not None else None
+        self._trace = trace._key if trace is not None else None
         self._release_flags = TRITONSERVER_REQUEST_RELEASE_ALL
         self._key: Any = None
         self._sender: InferenceResponseSender | None = None
@@ -385,7 +388,8 @@ class InferenceRequest:
 
     def preferred_memory(self) -> PreferredMemory:
         """Where outputs are wanted."""
-        return PreferredMemory(MemoryType.DEFAULT, 0)
+        asked = self._preferred_memory if self._key is None else None
+        return asked or PreferredMemory(MemoryType.DEFAULT, 0)
 
     def requested_output_names(self) -> set[str]:
         """The outputs asked for; all of the model when the client named none."""
@@ -400,7 +404,7 @@ class InferenceRequest:
 
     def trace(self) -> InferenceTrace:
         """The request's trace, to be passed to requests made on its behalf."""
-        return InferenceTrace(self._trace)
+        return InferenceTrace(self._trace, self._key)
 
     def get_response_sender(self) -> InferenceResponseSender:
         """The sender of this request's responses; every call gives the same."""

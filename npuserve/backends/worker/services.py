@@ -100,7 +100,7 @@ class ModelServices:
         Args:
             call_id: names the request for `cancel_infer`.
             target: model name and version.
-            fields: as in `wire`.
+            fields: as in `wire`, the last one the request whose trace it continues, or None.
             decoupled: whether any number of responses is welcome.
         """
         name, version = target
@@ -261,8 +261,8 @@ def _prefixed(name: str, error: NpuserveError) -> NpuserveError:
 def _request(
     name: str, version: int, inputs: dict[str, Tensor], fields: Any, on_response: Reply
 ) -> InferenceRequest:
-    id_, correlation_id, flags, timeout, priority, parameters, outputs, _trace = fields
-    return InferenceRequest(
+    id_, correlation_id, flags, timeout, priority, parameters, outputs, parent = fields
+    request = InferenceRequest(
         name,
         inputs,
         on_response,
@@ -275,3 +275,5 @@ def _request(
         priority=priority,
         timeout_us=timeout,
     )
+    request.parent = parent
+    return request

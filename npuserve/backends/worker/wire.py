@@ -14,7 +14,8 @@ Values:
     response  (tensors, parameters as JSON or None, error)
     error     None or (status code index, text)
     request   (tensors, None), or (tensors, (id, correlation id, flags, timeout in µs, priority,
-              parameters as JSON or None, requested output names, trace context or None))
+              parameters as JSON or None, requested output names, trace context as JSON or
+              None)); in INFER the last one is the key of the request whose trace it continues
     key       (batch id, index of the request in its batch)
 
 Runs in every interpreter a worker may have: standard library only.

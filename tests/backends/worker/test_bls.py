@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from prometheus_client import generate_latest
 from prometheus_client.registry import Collector, CollectorRegistry
 
+from npuserve.options import TraceOptions
 from tests.backends.worker.models import CONFIG, Models, served, served_model, write_model
 
 pytestmark = pytest.mark.parametrize("execution", ["process", "thread"])
@@ -119,6 +121,16 @@ class TritonPythonModel:
 """
 )
 
+TRACED = (
+    CALLER
+    + """
+class TritonPythonModel:
+    def execute(self, requests):
+        answers = [make(r, "double", trace=r.trace()).exec() for r in requests]
+        return [report([a.has_error(), r.trace().get_context()]) for a, r in zip(answers, requests)]
+"""
+)
+
 DECOUPLED = CONFIG + "model_transaction_policy { decoupled: true }\n"
 
 
@@ -132,8 +144,6 @@ def repository(tmp_path: Path, execution: str) -> Path:
 
 
 async def _ask(models: Models, caller: str, what: str, values: object = (1, 2)) -> object:
-    import json
-
     call = await models.infer(caller, {"IN": np.array(values, np.float32)}, id=what)
     return json.loads(call.text)
 
@@ -198,6 +208,19 @@ async def test_model_loads_another(repository: Path, execution: str) -> None:
         assert str(failure).startswith("Failed to load model: ")
 
 
+async def test_call_continues_the_trace(tmp_path: Path, execution: str) -> None:
+    """A request made with trace=request.trace() is traced below the one it serves."""
+    write_model(tmp_path, "traced", TRACED)
+    write_model(tmp_path, "double", DOUBLE)
+    file = tmp_path / "trace.json"
+    settings = TraceOptions(level=("TIMESTAMPS",), rate=1, file=str(file))
+    async with served(tmp_path, execution, trace_config=settings) as models:
+        assert json.loads((await models.infer("traced")).text) == [False, None]
+    parts = json.loads(file.read_text())
+    ids = {part["model_name"]: part for part in parts if "model_name" in part}
+    assert ids["double"]["parent_id"] == ids["traced"]["id"]
+
+
 async def test_calls_outside_execute_are_refused(tmp_path: Path, execution: str) -> None:
     """BLS in initialize fails the load with Triton's text."""
     code = (
@@ -241,8 +264,6 @@ class TritonPythonModel:
 
 async def test_custom_metrics(tmp_path: Path, execution: str) -> None:
     """Metrics of a model are scraped until it is unloaded, and misuse has Triton's texts."""
-    import json
-
     async with served_model(tmp_path, METRICS, execution=execution) as models:
         await models.infer()
         first, second, texts = json.loads((await models.infer()).text)
