@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from npuserve.buffer_pool import LARGE_TENSOR_BYTES
 from npuserve.errors import InvalidArgumentError, NpuserveError, UnavailableError
 from npuserve.protocol.http.infer import InferCall, InferHeaders, InferTarget
 from npuserve.protocol.http.reply import Reply
 
 if TYPE_CHECKING:
+    from npuserve.protocol.http.infer import InferService
     from npuserve.protocol.http.session import HttpSession
     from npuserve.tensor import Buffer
 
@@ -38,17 +40,23 @@ class InferExchange:
 
     __slots__ = (
         "_begin_ns", "_body", "_call", "_current", "_headers", "_part_bytes", "_parts",
-        "_received", "_refusal", "_session", "_target", "keep_alive", "response_complete",
-        "unfilled",
+        "_received", "_refusal", "_service", "_session", "_target", "keep_alive",
+        "response_complete", "unfilled",
     )  # fmt: skip
 
     def __init__(
-        self, session: HttpSession, target: InferTarget, headers: InferHeaders, keep_alive: bool
+        self,
+        session: HttpSession,
+        service: InferService,
+        target: InferTarget,
+        fields: list[tuple[bytes, bytes]],
+        keep_alive: bool,
     ) -> None:
-        self._begin_ns = session.front.infer.trace_ns()
+        self._begin_ns = service.trace_ns()
         self._session = session
+        self._service = service
         self._target = target
-        self._headers = headers
+        self._headers = InferHeaders(fields)
         self._parts: list[bytes] = []
         self._part_bytes = 0
         self._refusal: NpuserveError | None = None
@@ -62,9 +70,10 @@ class InferExchange:
 
     # --------------------------------------------------------------- the body
 
-    def expect_body(self, length: int) -> None:
-        """Prepare for a large body of a declared length, or refuse it before it comes."""
-        if not self._check_size(length):
+    def prepare(self) -> None:
+        """Make room for a large body of a declared length, or refuse it before it comes."""
+        length = self._headers.content_length
+        if length <= LARGE_TENSOR_BYTES or not self._check_size(length):
             return
         try:
             self._body = self.unfilled = self._lease(length)
@@ -87,7 +96,7 @@ class InferExchange:
         """A buffer whose tensor data, behind the JSON, are aligned."""
         given = self._headers.json_length or b""
         padding = -int(given) % _ALIGNMENT if given.isdigit() and len(given) < 19 else 0
-        return self._session.lease(padding + length)[padding:]
+        return self._service.server.buffer_pool.lease(padding + length)[padding:]
 
     def add_body(self, data: bytes) -> None:
         """More of the body, from the parser."""
@@ -138,9 +147,8 @@ class InferExchange:
         if self._refusal is not None:
             self._respond(Reply.from_error(self._refusal))
         elif not self.response_complete:
-            service = self._session.front.infer
             self._call = InferCall(
-                service, self._target, self._headers, self._respond, self._begin_ns
+                self._service, self._target, self._headers, self._respond, self._begin_ns
             )
             self._call.start(self._take_body())
 

@@ -14,14 +14,19 @@ from typing import TYPE_CHECKING, Any
 import uvicorn
 
 from npuserve.errors import UnavailableError
+from npuserve.protocol.http.connection import connection_class
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import TypeAlias
 
+    from npuserve.protocol.http.session import FrontEnd
+
     Application: TypeAlias = Callable[..., Any]
 
 _BACKLOG = 2048
+# How often idle and stalled connections are looked for.
+_SWEEP_SECONDS = 1.0
 _DRAIN_INTERVAL_SECONDS = 0.01
 
 
@@ -30,6 +35,7 @@ class Listener:
 
     Args:
         application: what answers the requests.
+        front: what the connections share; may answer infer requests itself.
         address, port: where to listen; port 0 takes a free one.
         reuse_port: share the port with other processes.
         uvicorn_options: further arguments of `uvicorn.Config`.
@@ -38,6 +44,7 @@ class Listener:
     def __init__(
         self,
         application: Application,
+        front: FrontEnd,
         address: str,
         port: int,
         *,
@@ -48,8 +55,10 @@ class Listener:
         self.port = port
         self._reuse_port = reuse_port
         self._socket: socket.socket | None = None
+        self._sweep_timer: asyncio.TimerHandle | None = None
         config = uvicorn.Config(
             application,
+            http=connection_class(front),  # type: ignore[arg-type]
             interface="asgi3",  # a bound method is not recognised as such
             lifespan="off",
             ws="none",
@@ -75,22 +84,32 @@ class Listener:
         self._socket = _bind(self._address, self.port, self._reuse_port)
         self.port = self._socket.getsockname()[1]
         await server.startup(sockets=[self._socket])
+        self._sweep()
+
+    def _sweep(self) -> None:
+        """Close connections whose clients take too long; one timer instead of one for each."""
+        loop = asyncio.get_running_loop()
+        for session in self._connections:
+            session.expire(loop.time())
+        self._sweep_timer = loop.call_later(_SWEEP_SECONDS, self._sweep)
 
     @property
-    def connections(self) -> list[Any]:
-        """The protocol objects of the open connections."""
+    def _connections(self) -> list[Any]:
+        """The `HttpSession`s of the open connections."""
         return list(self._uvicorn.server_state.connections)
 
     async def stop(self, grace_s: float) -> None:
         """Accept no more, wait for the replies in progress, then cut off what is left."""
         if self._socket is None:
             return
+        if self._sweep_timer is not None:
+            self._sweep_timer.cancel()
         state = self._uvicorn.server_state
         for server in self._uvicorn.servers:
             server.close()
         self._socket.close()
         self._socket = None
-        for connection in self.connections:
+        for connection in self._connections:
             connection.shutdown()
         try:
             async with asyncio.timeout(grace_s):
@@ -98,7 +117,7 @@ class Listener:
                 while state.connections or state.tasks:  # noqa: ASYNC110
                     await asyncio.sleep(_DRAIN_INTERVAL_SECONDS)
         except TimeoutError:
-            for connection in self.connections:
+            for connection in self._connections:
                 connection.transport.abort()
             for task in state.tasks:
                 task.cancel()

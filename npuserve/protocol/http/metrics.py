@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from starlette.responses import Response
 
 from npuserve.protocol.http.listener import Listener
+from npuserve.protocol.http.session import FrontEnd
 from npuserve.protocol.prometheus import render
 
 if TYPE_CHECKING:
@@ -23,9 +24,9 @@ class MetricsServer:
         self._server = server
         self._listener = Listener(
             self._application,
+            FrontEnd(options),
             options.metrics_address or options.http_address,
             options.metrics_port,
-            http="httptools",
         )
 
     @property

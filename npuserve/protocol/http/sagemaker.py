@@ -16,6 +16,7 @@ from npuserve.protocol.http.listener import Listener
 from npuserve.protocol.http.reply import error_body
 from npuserve.protocol.http.routes import create_application
 from npuserve.protocol.http.sagemaker_models import SageMakerModels, is_memory_error
+from npuserve.protocol.http.session import FrontEnd
 from npuserve.protocol.status import http_status
 
 if TYPE_CHECKING:
@@ -58,7 +59,9 @@ class SageMakerServer:
         self._infer = InferService(server, options, shared_memory)
         self._models = SageMakerModels(server, options)
         self._application = create_application(server, options, shared_memory, self._infer)
-        self._listener = Listener(self._answer, options.http_address, options.sagemaker_port)
+        self._listener = Listener(
+            self._answer, FrontEnd(options), options.http_address, options.sagemaker_port
+        )
 
     @property
     def port(self) -> int:

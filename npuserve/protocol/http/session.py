@@ -22,7 +22,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from npuserve.buffer_pool import LARGE_TENSOR_BYTES
 from npuserve.protocol.http.exchange import InferExchange
-from npuserve.protocol.http.infer import InferHeaders, InferService, InferTarget
+from npuserve.protocol.http.infer import InferTarget
 from npuserve.protocol.http.reply import Reply, error_body
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from uvicorn._types import ASGI3Application
 
     from npuserve.options import ServerOptions
+    from npuserve.protocol.http.infer import InferService
 
 _INFER_PATH = re.compile(rb"/v2/models/([^/?#]+)(?:/versions/([0-9]+))?/infer(?:\?.*)?", re.DOTALL)
 _KNOWN_PATHS = 1024  # remembered; a client cannot make it grow without bound
@@ -48,10 +49,11 @@ class FrontEnd:
     """What the connections of a listener share.
 
     Attributes:
+        infer: runs infer requests without the application; None leaves all to it.
         read_buffer: where small reads land; the parser copies what it keeps before the next.
     """
 
-    def __init__(self, infer: InferService, options: ServerOptions) -> None:
+    def __init__(self, options: ServerOptions, infer: InferService | None = None) -> None:
         self.infer = infer
         self.max_body_size = options.http_max_body_size
         self.max_connections = options.http_limit_connections or sys.maxsize
@@ -109,10 +111,6 @@ class HttpSession(HttpToolsProtocol):
     def _new_parser(self) -> None:
         self.parser = httptools.HttpRequestParser(self)
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True, lenient_version=True)
-
-    def lease(self, size: int) -> memoryview:
-        """A pooled buffer for a large body."""
-        return self.front.infer.server.buffer_pool.lease(size)
 
     def connection_made(self, transport: Any) -> None:
         """The socket is open."""
@@ -208,12 +206,14 @@ class HttpSession(HttpToolsProtocol):
             self._refuse(400, "HTTP/0.9 is not supported")
             return
         self._phase = _Phase.BODY
-        target = self.front.infer_target(self.url)
-        if target is None or self.parser.get_method() != b"POST":
+        service = self.front.infer
+        target = self.front.infer_target(self.url) if service is not None else None
+        if service is None or target is None or self.parser.get_method() != b"POST":
             self._begin_application_request()
-        else:
-            # As uvicorn: HTTP/1.0 connections are not kept, whatever their headers say.
-            self._begin_infer(target, version != "1.0" and self.parser.should_keep_alive())
+            return
+        # As uvicorn: HTTP/1.0 connections are not kept, whatever their headers say.
+        keep_alive = version != "1.0" and self.parser.should_keep_alive()
+        self._begin_infer(InferExchange(self, service, target, self.headers, keep_alive))
 
     def _begin_application_request(self) -> None:
         """Let uvicorn see the request head that was collected."""
@@ -224,12 +224,9 @@ class HttpSession(HttpToolsProtocol):
             super().on_header(name, value)
         super().on_headers_complete()
 
-    def _begin_infer(self, target: InferTarget, keep_alive: bool) -> None:
-        headers = InferHeaders(self.headers)
-        exchange = InferExchange(self, target, headers, keep_alive)
+    def _begin_infer(self, exchange: InferExchange) -> None:
         previous, self.cycle = self.cycle, exchange
-        if headers.content_length > LARGE_TENSOR_BYTES:
-            exchange.expect_body(headers.content_length)
+        exchange.prepare()
         if previous is None or previous.response_complete:
             self._start_asgi_task(exchange, self.app)
         else:

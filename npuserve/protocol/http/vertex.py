@@ -18,6 +18,7 @@ from npuserve.protocol.http.infer import InferService
 from npuserve.protocol.http.listener import Listener
 from npuserve.protocol.http.reply import error_body
 from npuserve.protocol.http.routes import create_application
+from npuserve.protocol.http.session import FrontEnd
 from npuserve.protocol.prometheus import render
 
 if TYPE_CHECKING:
@@ -62,7 +63,9 @@ class VertexAiServer:
         self._model = _default_model(server, options)
         self._infer = InferService(server, options, shared_memory)
         self._application = create_application(server, options, shared_memory, self._infer)
-        self._listener = Listener(self._answer, options.http_address, options.vertex_ai_port)
+        self._listener = Listener(
+            self._answer, FrontEnd(options), options.http_address, options.vertex_ai_port
+        )
 
     @property
     def port(self) -> int:

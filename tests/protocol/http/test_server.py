@@ -72,10 +72,8 @@ async def test_stopping_has_an_end(start: Start) -> None:
     assert request.cancelled
 
 
-async def test_more_connections_than_allowed(start: Start, fast_path: bool) -> None:
+async def test_more_connections_than_allowed(start: Start) -> None:
     """The one too many gets 503, the others work on."""
-    if not fast_path:
-        pytest.skip("counted by the connection class")
     running = await start(http_limit_connections=1)
     first = await running.connect()
     assert (await first.ask(get("/v2"))).status == 200

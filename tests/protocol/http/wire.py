@@ -65,7 +65,7 @@ class Wire:
         self._service = InferService(server, options, SharedMemoryRegistry())  # type: ignore[arg-type]
         config = uvicorn.Config(_no_application, lifespan="off", ws="none", log_config=None)
         config.load()
-        self._connection = connection_class(FrontEnd(self._service, options))(
+        self._connection = connection_class(FrontEnd(options, self._service))(
             config=config, server_state=ServerState(), app_state={}, _loop=server.loop
         )
         self.transport = FakeTransport()
