@@ -13,6 +13,7 @@ import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin
 
 from pydantic import ValidationError
@@ -189,6 +190,7 @@ def _full_name(typed: str, word: str) -> str:
     raise UsageError(hint, f"{PROGRAM}: unrecognized option '{word}'")
 
 
+@cache
 def _names() -> dict[str, str]:
     """Everything a flag may be called, to its name."""
     names = {name: name for name in (*_options(), *_DEPRECATED)}
@@ -256,17 +258,13 @@ def _validated(values: Mapping[str, Any]) -> ServerOptions:
 # ---------------------------------------------------------------- fields into options
 
 
+@cache
 def _options() -> dict[str, _Option]:
     """Every flag by name, in the order of the usage text."""
-    if not _OPTIONS:
-        for section in SECTIONS:
-            for field, info in section.model_fields.items():
-                option = _option(field, info)
-                _OPTIONS[option.name] = option
-    return _OPTIONS
-
-
-_OPTIONS: dict[str, _Option] = {}
+    options = (
+        _option(field, info) for section in SECTIONS for field, info in section.model_fields.items()
+    )
+    return {option.name: option for option in options}
 
 
 def _flag_of(info: FieldInfo) -> Flag:
@@ -280,13 +278,21 @@ def _option(field: str, info: FieldInfo) -> _Option:
     return _Option(
         name=name,
         field=field,
-        help=info.description or "",
+        help=f"{info.description}{_default_note(info, flag)}",
         form=(flag.form or form) if flag.takes_value else "",
         parse=flag.parse or parse,
         collects=flag.collects or (is_tuple and flag.parse is None),
         takes_value=flag.takes_value,
         no_effect=flag.no_effect,
     )
+
+
+def _default_note(info: FieldInfo, flag: Flag) -> str:
+    """` Default: 8000.` where that is a plain value."""
+    default = info.default
+    if default == "" or not flag.takes_value or not isinstance(default, bool | int | float | str):
+        return ""
+    return f" Default: {str(default).lower() if isinstance(default, bool) else default}."
 
 
 def _from_type(name: str, annotation: Any) -> tuple[Callable[[Any], Any], str, bool]:
