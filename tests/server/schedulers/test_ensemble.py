@@ -617,3 +617,85 @@ def test_random_graphs_give_what_direct_evaluation_gives(data: st.DataObject) ->
         members.answer(request, {"Z": given["X"] + 2 * given["Y"]})
     assert answers.outputs == [{name: expected[name] for name in wanted or names}]
     assert len(members.seen) <= count
+
+
+@given(st.data())
+def test_random_streaming_graphs_give_one_response_per_iteration_in_order(
+    data: st.DataObject,
+) -> None:
+    """Steps before, behind and beside a decoupled one, answering in any order."""
+    tensors = ["A", "B"]
+    entries: list[str] = []
+    formulas: list[tuple[str, str, str]] = []
+    streaming = data.draw(st.integers(0, 3), label="position of the decoupled step")
+    for number in range(5):
+        name = f"t{number}"
+        if number == streaming:
+            source = data.draw(st.sampled_from(tensors))
+            entries.append(step("stream", f"X={source}", f"Y={name}"))
+            formulas.append(("stream", source, name))
+            tensors.append(name)
+            continue
+        left, right = (data.draw(st.sampled_from(tensors)) for _ in range(2))
+        entries.append(step("add", f"X={left} Y={right}", f"Z={name}"))
+        formulas.append((left, right, name))
+        tensors.append(name)
+    names = [f"t{number}" for number in range(5)]
+    wanted = data.draw(st.lists(st.sampled_from(names), min_size=1, unique=True))
+    wanted = sorted({*wanted, f"t{streaming}"})
+    ensemble = Ensemble(
+        io("input", "A B") + io("output", " ".join(names)) + steps(*entries), ADD, STREAM
+    )
+    _, answers = ensemble.infer({"A": 1, "B": 2}, tuple(wanted))
+    iterations = data.draw(st.integers(0, 4), label="iterations")
+    members = ensemble.members
+    sent: dict[int, int] = {}
+    while members.waiting:
+        request = members.waiting[data.draw(st.integers(0, len(members.waiting) - 1))]
+        given_values = values(list(request.inputs.values()))
+        if request.model_name == "add":
+            members.waiting.remove(request)
+            members.answer(request, {"Z": given_values["X"] + 2 * given_values["Y"]})
+            continue
+        count = sent.get(id(request), 0)
+        if count == iterations:
+            members.waiting.remove(request)
+            members.answer(request, None)
+        else:
+            sent[id(request)] = count + 1
+            members.answer(request, {"Y": given_values["X"] + 100 * (count + 1)}, final=False)
+    assert answers.final == 1
+    expected = []
+    for iteration in range(1, iterations + 1):
+        known = {"A": 1.0, "B": 2.0}
+        for left, right, name in formulas:
+            streamed = left == "stream"
+            known[name] = (
+                known[right] + 100 * iteration if streamed else (known[left] + 2 * known[right])
+            )
+        expected.append({name: known[name] for name in wanted})
+    assert answers.outputs == expected
+
+
+def test_a_decoupled_step_may_follow_a_decoupled_step() -> None:
+    """Every response of the first one starts the second one, which answers as often as it likes."""
+    text = (
+        io("input", "A")
+        + io("output", "C D")
+        + steps(step("stream", "X=A", "Y=C"), step("stream", "X=C", "Y=D"))
+    )
+    ensemble = Ensemble(text, STREAM)
+    members = ensemble.members
+    _, answers = ensemble.infer({"A": 1})
+    outer = members.take("stream")
+    for number in (10, 20):
+        members.answer(outer, {"Y": number}, final=number == 20)
+    for base in (10, 20):
+        inner = members.take("stream")
+        members.answer(inner, {"Y": base + 1}, final=False)
+        members.answer(inner, {"Y": base + 2}, final=False)
+        members.answer(inner, None)
+    assert answers.final == 1
+    assert answers.outputs == [
+        {"C": 10, "D": 11}, {"C": 10, "D": 12}, {"C": 20, "D": 21}, {"C": 20, "D": 22},
+    ]  # fmt: skip
