@@ -37,6 +37,10 @@ if TYPE_CHECKING:
     from npuserve.backends.base import Placement
 
 
+# Environment of a backend written in Python, beside its file. Name: Triton's.
+_ARCHIVE = "pb_exec_env_model.py.tar.gz"
+
+
 class PythonBackend(Backend):
     """Serves `<model>/<version>/model.py`.
 
@@ -47,6 +51,7 @@ class PythonBackend(Backend):
 
     def __init__(self, model_file: Path | None = None) -> None:
         self._model_file = model_file
+        self._archive = model_file.with_name(_ARCHIVE) if model_file else None
         self._graph = CallGraph()
         self._pool = BufferPool()
         # Re-entrant: the garbage collector may end a context while this thread holds it.
@@ -103,7 +108,7 @@ class PythonBackend(Backend):
 
         Or until it dies: a load that fails between auto-completion and `load` is not unloaded.
         """
-        interpreter = interpreter_of(context)
+        interpreter = interpreter_of(context, self._archive)
         with self._lock:
             if id(context) not in self._users:
                 self._users[id(context)] = interpreter

@@ -62,7 +62,7 @@ class Channel:
 
     def _transmit(self, data: bytes, fds: list[int], memory: Any, payload: Any, kind: int) -> None:
         """Send a message that is too long for a datagram through shared memory."""
-        if fds:  # they have to be known before anything refers to their blocks
+        if memory is not None:  # blocks have to be known before anything refers to them
             self._put(wire.pack(wire.MEMORY, memory, None), fds)
             data = wire.pack(kind, None, payload)
         reference = self.link.lend(data)

@@ -74,7 +74,7 @@ class Connection:
         if len(data) <= wire.MAX_DATAGRAM_BYTES:
             self._put(data, fds)
             return
-        if fds:  # they have to be known before anything refers to their blocks
+        if memory is not None:  # blocks have to be known before anything refers to them
             self._put(wire.pack(wire.MEMORY, memory, None), fds)
             data = wire.pack(kind, None, payload)
         reference = self.link.lend(data)

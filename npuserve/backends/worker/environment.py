@@ -19,18 +19,24 @@ if TYPE_CHECKING:
 _MODEL_DIRECTORY = "$$TRITON_MODEL_DIRECTORY"
 
 
-def interpreter_of(context: BackendModelContext) -> Interpreter:
+def interpreter_of(context: BackendModelContext, archive: Path | None = None) -> Interpreter:
     """The interpreter that EXECUTION_ENV_PATH asks for, else the server's own.
 
     May unpack an archive.
+
+    Args:
+        archive: environment that comes with a backend written in Python, where there is one.
 
     Raises:
         InvalidArgumentError: there is no environment at that path.
     """
     text = context.parameters.get("EXECUTION_ENV_PATH", "")
-    if not text:
+    if text:
+        path = _resolve(text, context.model_dir)
+    elif archive is not None and archive.is_file():
+        path = archive
+    else:
         return Interpreter()
-    path = _resolve(text, context.model_dir)
     if path.is_file():
         path = _unpack(path)
     python = path / "bin" / "python"

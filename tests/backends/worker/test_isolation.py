@@ -6,7 +6,9 @@ import asyncio
 import gc
 import logging
 import os
+import signal
 import sys
+import tarfile
 import venv
 from pathlib import Path
 
@@ -14,6 +16,12 @@ import numpy as np
 import pytest
 
 from tests.backends.worker.models import CONFIG, parameter, served, served_model, write_model
+
+DOUBLE = """
+class TritonPythonModel:
+    def execute(self, requests):
+        return [response(tensor(r).as_numpy() * 2) for r in requests]
+"""
 
 DEADLY = """
 import signal
@@ -210,6 +218,68 @@ async def test_virtual_environment_of_a_model(tmp_path: Path) -> None:
     (site / "numpy.pth").write_text(str(Path(np.__file__).parent.parent))
     async with served(tmp_path) as models:
         assert (await models.infer()).text == str(environment)
+
+
+async def test_packed_environment_is_activated(tmp_path: Path) -> None:
+    """A conda-pack archive is unpacked, and its activate script is sourced."""
+    code = """
+    class TritonPythonModel:
+        def execute(self, requests):
+            return [response(np.array([os.environ["ACTIVATED"]], object)) for _ in requests]
+    """
+    environment = tmp_path / "packed"
+    (environment / "bin").mkdir(parents=True)
+    (environment / "bin" / "python").symlink_to(sys.executable)
+    (environment / "bin" / "activate").write_text("export ACTIVATED=yes\n")
+    archive = tmp_path / "env.tar.gz"
+    with tarfile.open(archive, "w:gz") as tar:
+        tar.add(environment, ".")
+    repository = tmp_path / "repository"
+    write_model(repository, "m", code, CONFIG + parameter("EXECUTION_ENV_PATH", str(archive)))
+    async with served(repository) as models:
+        assert (await models.infer()).text == "yes"
+
+
+async def test_worker_comes_back_when_its_fork_server_is_killed(tmp_path: Path) -> None:
+    """A killed fork server takes its workers along; both are started again."""
+    async with served_model(tmp_path, DEADLY) as models:
+        await models.infer()
+        fork_server = models.instance()._launcher.fork_server
+        os.kill(fork_server._process.pid, signal.SIGKILL)
+        await models.infer()  # meets the dying worker, perhaps, but does not hang
+        answers = [await models.infer() for _ in range(3)]
+        assert answers[-1].value[0] >= 1.0
+
+
+async def test_model_may_use_multiprocessing(tmp_path: Path) -> None:
+    """Pools of forked and of spawned processes work, and end with the worker."""
+    code = """
+    import multiprocessing
+    from concurrent.futures import ProcessPoolExecutor
+
+    class TritonPythonModel:
+        def execute(self, requests):
+            out = []
+            for method in ("fork", "spawn"):
+                context = multiprocessing.get_context(method)
+                with ProcessPoolExecutor(1, context) as pool:
+                    out.append(pool.submit(abs, -3).result())
+            return [response(np.array(out, np.float32)) for _ in requests]
+    """
+    async with served_model(tmp_path, code) as models:
+        assert (await models.infer()).value == [3.0, 3.0]
+
+
+async def test_other_file_name(tmp_path: Path) -> None:
+    """default_model_filename names the file; one that is no .py is refused."""
+    for name, file in (("a", "serve.py"), ("b", "serve.txt")):
+        write_model(tmp_path, name, "", CONFIG + f'default_model_filename: "{file}"')
+        code = (tmp_path / name / "1" / "model.py").read_text() + DOUBLE
+        (tmp_path / name / "1" / file).write_text(code)
+    async with served(tmp_path) as models:
+        assert (await models.infer("a")).value == [2.0]
+        reasons = [entry.reason for entry in await models.server.repository_index()]
+    assert "Model name must end with '.py'. Model name is \"serve.txt\"." in reasons[1]
 
 
 async def test_environment_must_exist_and_stay_inside(tmp_path: Path) -> None:

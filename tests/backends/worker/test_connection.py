@@ -1,0 +1,74 @@
+"""The server's end of a worker's channel, with the other end in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from npuserve.backends.worker import wire
+from npuserve.backends.worker.channel import Channel
+from npuserve.backends.worker.connection import Connection
+from npuserve.buffer_pool import BufferPool
+
+
+class _Ends:
+    """A connection and the channel of its worker."""
+
+    def __init__(self) -> None:
+        loop = asyncio.get_running_loop()
+        self.received: asyncio.Queue[tuple[int, Any]] = asyncio.Queue()
+        self.lost = asyncio.Event()
+        self.connection = Connection(loop, BufferPool(), self._take, self.lost.set)
+        self.channel = Channel(self.connection.peer)
+
+    def _take(self, kind: int, payload: Any) -> None:
+        if kind != wire.MEMORY:
+            self.received.put_nowait((kind, payload))
+
+
+@pytest.fixture
+async def ends() -> AsyncIterator[_Ends]:
+    ends = _Ends()
+    yield ends
+    ends.connection.close()
+    ends.channel.socket.close()
+
+
+async def test_messages_wait_while_the_worker_is_behind(ends: _Ends) -> None:
+    """More than the socket holds is kept and arrives in order."""
+    count = 2000
+    for number in range(count):
+        ends.connection.send(wire.EXECUTE, (number, bytes(1000)))
+    for number in range(count):
+        message = await asyncio.to_thread(ends.channel.receive)
+        assert message is not None
+        assert message[2][0] == number
+
+
+@pytest.mark.parametrize("size", [10, wire.MAX_DATAGRAM_BYTES, 3 << 20])
+async def test_long_messages_go_through_shared_memory(ends: _Ends, size: int) -> None:
+    """A message of any length arrives, both ways, and its memory comes back."""
+    ends.connection.send(wire.EXECUTE, bytes(size))
+    message = await asyncio.to_thread(ends.channel.receive)
+    assert message == (wire.EXECUTE, None, bytes(size))
+    await asyncio.to_thread(ends.channel.send, wire.RESULT, bytes(size))
+    assert await ends.received.get() == (wire.RESULT, bytes(size))
+    assert ends.connection.link.lent_count == 0
+
+
+async def test_end_of_the_worker_is_noticed_once(ends: _Ends) -> None:
+    """The closed channel is reported, and later messages go nowhere."""
+    ends.channel.socket.shutdown(socket.SHUT_RDWR)
+    await ends.lost.wait()
+    assert ends.connection.closed
+    ends.connection.send(wire.EXECUTE, None)
+
+
+async def test_nonsense_ends_the_connection(ends: _Ends) -> None:
+    """A worker that sends something else is given up."""
+    ends.channel.socket.send(b"\xff nonsense")
+    await ends.lost.wait()
