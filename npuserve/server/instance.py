@@ -13,6 +13,7 @@ import logging
 import os
 import queue
 import threading
+import time
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
@@ -263,7 +264,9 @@ class ThreadInstance(Instance):
                 batch = self._jobs.get()
                 if batch is None:
                     stopping = True
-                elif error := self._attempt(instance.submit, batch):
+                    continue
+                batch.start_ns = time.monotonic_ns()  # until now it was only waiting here
+                if error := self._attempt(instance.submit, batch):
                     self._end(batch, error)
                 else:
                     submitted.append(batch)
