@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from npuserve.model_config import ModelConfig
     from npuserve.request import InferenceRequest
+    from npuserve.server.batch_strategy import BatchStrategy
 
 Signature = Callable[[Any], Hashable]
 
@@ -44,6 +45,7 @@ class BatchRules:
         min_preferred, max_preferred: the smallest and largest of them.
         delay_ns: how long the oldest request waits for a preferred size.
         signature: two requests may share a batch if it is equal for both; None if all may.
+        strategy: hooks of the model that may end a batch before a request; None for none.
     """
 
     max_batch: int
@@ -52,6 +54,7 @@ class BatchRules:
     max_preferred: int
     delay_ns: int = 0
     signature: Signature | None = None
+    strategy: BatchStrategy | None = None
 
     @classmethod
     def make(
@@ -110,7 +113,20 @@ def plan_batch(
             earlier, takes in what else came meanwhile (only where there is a queue delay;
             without one a preferred size is final).
     """
-    delay_ns, signature = rules.delay_ns, rules.signature
+    if rules.strategy is None:
+        return _plan(queue, now_ns, rules, grow, None)
+    state = rules.strategy.begin()
+    try:
+        return _plan(queue, now_ns, rules, grow, state)
+    finally:
+        rules.strategy.end(state)
+
+
+def _plan(
+    queue: Iterable[Batchable], now_ns: int, rules: BatchRules, grow: bool, state: Any
+) -> Plan:
+    """`plan_batch` with the state of the model's strategy."""
+    delay_ns, signature, strategy = rules.delay_ns, rules.signature, rules.strategy
     count = total = best_count = best_total = 0
     oldest_ns = first_signature = None
     send_now = False
@@ -119,14 +135,19 @@ def plan_batch(
         if count:
             if total + elements > rules.max_preferred and not best_count:
                 best_count, best_total = count, total
-            if total + elements > rules.max_batch or (
-                signature is not None and signature(request) != first_signature
+            if (
+                total + elements > rules.max_batch
+                or (signature is not None and signature(request) != first_signature)
+                or (strategy is not None and not strategy.includes(request, state))
             ):
                 # Strictly first in, first out: a request that does not fit is never skipped.
                 send_now = True
                 break
-        elif signature is not None:
-            first_signature = signature(request)
+        else:
+            if signature is not None:
+                first_signature = signature(request)
+            if strategy is not None:  # asked about the first one too, which is always taken
+                strategy.includes(request, state)
         count += 1
         total += elements
         if oldest_ns is None or request.queue_ns < oldest_ns:

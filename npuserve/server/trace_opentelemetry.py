@@ -7,12 +7,13 @@ of its own (BatchSpanProcessor).
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from npuserve.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from npuserve.server.trace import Trace
 
 _DEFAULT_URL = "http://localhost:4318/v1/traces"
@@ -141,7 +142,7 @@ def _batch_processor(options: dict[str, str]) -> Any:
 
     exporter = OTLPSpanExporter(endpoint=options.get("url", _DEFAULT_URL))
     # Without a value here the processor reads the OTEL_BSP_* environment variables.
-    sizes = {
+    sizes: dict[str, Any] = {
         name: int(options[key])
         for key, name in (
             ("bsp_max_queue_size", "max_queue_size"),

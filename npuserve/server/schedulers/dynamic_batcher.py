@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from npuserve.errors import RequestCancelledError, UnavailableError
+from npuserve.server.batch_strategy import load_strategy
 from npuserve.server.batching import BatchRules, Plan, plan_batch
 from npuserve.server.execution import reject
 from npuserve.server.queue import PriorityQueue, request_prefix
@@ -51,7 +52,10 @@ class DynamicBatcher:
         self._statistics = context.statistics
         self._clock = context.clock
         self._queue = queue or PriorityQueue.from_config(settings)
-        self._rules = rules or BatchRules.from_config(context.config)
+        self._rules = rules or replace(
+            BatchRules.from_config(context.config),
+            strategy=load_strategy(context.config, context.model_dir, context.version),
+        )
         ordered = settings.preserve_ordering if preserve_ordering is None else preserve_ordering
         self._order = ResponseOrder() if ordered else None
         self._cache = ModelCache.for_model(context, self._queue_up, self._order)
@@ -146,6 +150,8 @@ class DynamicBatcher:
         if queue.timed:
             self._reject_expired(now_ns)
         if not queue.live:
+            if self._stopping:
+                self._release_strategy()
             return False
         # A rate limiter lends its resources for an immediate run, so it is asked last.
         limited = instances.rate_limiter is not None
@@ -210,7 +216,7 @@ class DynamicBatcher:
 
     def _wait(self, until_ns: int) -> bool:
         """Start nothing now, but by `until_ns` (0: not before something happens)."""
-        if self._rules.signature is None:
+        if self._rules.signature is None and self._rules.strategy is None:
             self._enough = self._rules.min_preferred
         self._wake_at(until_ns)
         self._wake_for_deadline()
@@ -225,7 +231,8 @@ class DynamicBatcher:
         self._grow = self._blocked
         self._enough, self._blocked = 0, False
         limited = self._instances.rate_limiter is not None  # whoever asks late loses its turn
-        if limited or self._queue.elements >= self._rules.max_preferred:
+        is_full = self._queue.elements >= self._rules.max_preferred
+        if is_full or limited or self._stopping:
             self._dispatch()
         elif self._queue.live and not self._dispatch_due:
             # Not now: what else arrives in this iteration of the loop may join.
@@ -258,6 +265,12 @@ class DynamicBatcher:
             self._wake_for_deadline()
         else:
             self._dispatch()
+
+    def _release_strategy(self) -> None:
+        strategy = self._rules.strategy
+        if strategy is not None:
+            self._rules = replace(self._rules, strategy=None)
+            strategy.close()
 
     # ---------------------------------------------------------------- requests that leave
 

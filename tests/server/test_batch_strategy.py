@@ -1,0 +1,112 @@
+"""Custom batching hooks of a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from google.protobuf import text_format
+
+from npuserve.errors import InvalidArgumentError
+from npuserve.model_config import ModelConfig
+from npuserve.request import InferenceRequest
+from npuserve.server.batch_strategy import load_strategy
+from npuserve.server.schedulers.dynamic_batcher import DynamicBatcher
+from npuserve.testing.clock import FakeClock
+from npuserve.testing.instances import FakePool, context_of
+
+# Requests share a batch as long as their priorities add up to no more than the parameter says.
+HOOKS = """
+log = []
+def model_batcher_initialize(model_config):
+    log.append(model_config["parameters"].get("file", {}).get("string_value"))
+    return int(model_config["parameters"]["limit"]["string_value"])
+def model_batcher_finalize(batcher):
+    open(log[0], "w").close()
+def batch_initialize(batcher):
+    return {"left": batcher}
+def batch_include_request(request, state):
+    state["left"] -= request.priority
+    return state["left"] >= 0
+def batch_finalize(state):
+    log.append(state["left"])
+"""
+
+
+def config(text: str = "") -> ModelConfig:
+    message = ModelConfig()
+    text_format.Parse(
+        'name: "m" max_batch_size: 8 dynamic_batching { } '
+        'parameters { key: "limit" value { string_value: "10" } } ' + text,
+        message,
+    )
+    return message
+
+
+def named(path: str) -> str:
+    key = "TRITON_BATCH_STRATEGY_PATH"
+    return f'parameters {{ key: "{key}" value {{ string_value: "{path}" }} }}'
+
+
+def test_the_hooks_cut_batches(tmp_path: Path) -> None:
+    """A request that the hook refuses begins the next batch, in order; the end is told too."""
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "batchstrategy.py").write_text(HOOKS)
+    clock = FakeClock()
+    pool = FakePool(clock)
+    file = f'parameters {{ key: "file" value {{ string_value: "{tmp_path}/closed" }} }}'
+    scheduler = DynamicBatcher(context_of(config(file), pool, model_dir=tmp_path / "m"))
+    for volume in (4, 5, 2, 20, 1, 1):
+        request = InferenceRequest("m", {}, lambda *_: None, priority=volume)
+        pool.statistics.pending += 1
+        scheduler.enqueue(request)
+    clock.run()
+    assert pool.sizes == [2, 1, 1, 2]
+    scheduler.stop()
+    assert (tmp_path / "closed").exists()
+
+
+def test_the_version_folder_comes_before_the_model_folder(tmp_path: Path) -> None:
+    """Two files: that of the version counts."""
+    (tmp_path / "m" / "1").mkdir(parents=True)
+    (tmp_path / "m" / "batchstrategy.py").write_text("raise RuntimeError('not me')")
+    (tmp_path / "m" / "1" / "batchstrategy.py").write_text(HOOKS)
+    strategy = load_strategy(config(), tmp_path / "m", 1)
+    assert strategy is not None
+    assert strategy.begin() == {"left": 10}
+
+
+def test_a_hook_that_raises_ends_the_batch(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A bug in batch_include_request is logged; every request still runs."""
+    (tmp_path / "batchstrategy.py").write_text("def batch_include_request(r, s): return 1 / 0")
+    strategy = load_strategy(config(), tmp_path, 1)
+    assert strategy is not None
+    assert not strategy.includes(InferenceRequest("m", {}, lambda *_: None), None)
+    assert "ZeroDivisionError" in caplog.text
+
+
+def test_models_without_hooks_have_no_strategy(tmp_path: Path) -> None:
+    """No file, no parameter: the rules of the configuration alone."""
+    assert load_strategy(config(), tmp_path, 1) is None
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("../../elsewhere.py", "Batching library path escapes model repository."),
+        ("none.py", "Batching library path not found: "),
+        ("lib.so", "write its hooks in Python"),
+        ("broken.py", "failed: SyntaxError"),
+    ],
+)
+def test_files_that_cannot_be_used(tmp_path: Path, path: str, message: str) -> None:
+    """The load fails with what is wrong."""
+    model_dir = tmp_path / "repository" / "m"
+    model_dir.mkdir(parents=True)
+    (model_dir / "lib.so").write_text("")
+    (model_dir / "broken.py").write_text("def")
+    (tmp_path / "elsewhere.py").write_text("")
+    with pytest.raises(InvalidArgumentError, match=message):
+        load_strategy(config(named(path)), model_dir, 1)
