@@ -71,6 +71,10 @@ class SequenceBatcher:
     def __init__(self, context: SchedulerContext) -> None:
         config = context.config
         settings = config.sequence_batching
+        if "TRITON_BATCH_STRATEGY_PATH" in config.parameters:
+            logger.warning(
+                "model '%s' has a sequence batcher: custom batching is ignored", context.name
+            )
         self._name = context.name
         self._pool = context.instances
         self._statistics = context.statistics
