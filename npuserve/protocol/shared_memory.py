@@ -106,9 +106,8 @@ class SharedMemoryRegistry:
         """Register part of the POSIX shared-memory object `key`.
 
         Raises:
-            InvalidArgumentError: bad name, key, offset or size.
+            InvalidArgumentError: bad name, key, offset or size, or there is no such object.
             AlreadyExistsError: the name is taken.
-            InternalError: there is no such object.
         """
         self._check_enabled()
         if not name:
@@ -267,7 +266,7 @@ def _object_path(name: str, key: str) -> str:
             f"contains the reserved prefix '{_RESERVED_PREFIX}'"
         )
     if "/" in object_name:  # shm_open knows no directories; never leave /dev/shm
-        raise InternalError(f"Unable to open shared memory region: '{key}'")
+        raise _cannot_open(key)
     return f"{_SHM_DIRECTORY}/{object_name}"
 
 
@@ -275,11 +274,16 @@ def _open_object(path: str, key: str) -> int:
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except (OSError, UnicodeEncodeError) as error:
-        raise InternalError(f"Unable to open shared memory region: '{key}'") from error
+        raise _cannot_open(key) from error
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
-        raise InternalError(f"Unable to open shared memory region: '{key}'")
+        raise _cannot_open(key)
     return fd
+
+
+def _cannot_open(key: str) -> InvalidArgumentError:
+    # Differs from Triton: 400 instead of 500, it was the client who named the object.
+    return InvalidArgumentError(f"Unable to open shared memory region: '{key}'")
 
 
 def _check_length(region: Region, end: int) -> None:

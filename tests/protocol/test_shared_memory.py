@@ -115,18 +115,19 @@ def test_unregister_without_a_name_empties_the_registry(registry: SharedMemoryRe
 
 
 @pytest.mark.parametrize(
-    ("key", "error", "text"),
+    ("key", "text"),
     [
-        ("/absent_object", InternalError, "Unable to open shared memory region: '/absent_object'"),
-        ("///", InvalidArgumentError, "invalid shm key"),
-        ("..", InvalidArgumentError, "invalid shm key"),
-        ("a/../../etc/passwd", InternalError, "Unable to open"),
-        ("/triton_python_backend_shm_region_1", InvalidArgumentError, "reserved prefix"),
+        ("/absent_object", "Unable to open shared memory region: '/absent_object'"),
+        ("///", "invalid shm key"),
+        ("..", "invalid shm key"),
+        ("a/../../etc/passwd", "Unable to open"),
+        ("\ud800", "Unable to open"),
+        ("/triton_python_backend_shm_region_1", "reserved prefix"),
     ],
 )
-def test_bad_keys_are_refused(key: str, error: type[Exception], text: str) -> None:
+def test_bad_keys_are_refused(key: str, text: str) -> None:
     """No key leads out of the shared-memory directory."""
-    with pytest.raises(error, match=text):
+    with pytest.raises(InvalidArgumentError, match=text):
         SharedMemoryRegistry().register_system("r", key, 0, 1)
 
 
