@@ -12,7 +12,6 @@ from __future__ import annotations
 import itertools
 import json
 import time
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
@@ -27,6 +26,8 @@ from npuserve.server.trace_settings import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from npuserve.options import ServerOptions
     from npuserve.request import InferenceRequest, ResponseCallback
     from npuserve.response import InferenceResponse
@@ -118,8 +119,14 @@ class Trace:
     def executed(
         self, request: InferenceRequest, start_ns: int, input_ns: int, output_ns: int, end_ns: int
     ) -> None:
-        """The batch ended, perhaps after the request's final response."""
+        """The batch ended, perhaps after the request's final response.
+
+        For a request answered before, its computation ended with the answer.
+        """
         self._executing = False
+        if self._ended:
+            answers = [ns for name, ns in self.timestamps if name == "INFER_RESPONSE_COMPLETE"]
+            end_ns = max(output_ns, min([end_ns, *answers[-1:]]))
         self.timestamps += (
             ("COMPUTE_START", start_ns),
             ("COMPUTE_INPUT_END", input_ns),
