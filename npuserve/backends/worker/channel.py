@@ -53,6 +53,9 @@ class Channel:
     def send(self, kind: int, payload: Any) -> None:
         """Send one message; waits while the server is behind. Nothing once the server is gone."""
         with self.lock:
+            while self.link.crowded:
+                memory, fds = self.link.take_memory()
+                self._put(wire.pack(wire.MEMORY, memory, None), fds)
             memory, fds = self.link.take_memory()
             data = wire.pack(kind, memory, payload)
             if len(data) > wire.MAX_DATAGRAM_BYTES:

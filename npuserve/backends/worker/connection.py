@@ -69,6 +69,9 @@ class Connection:
         """Send a message, now or as soon as the socket takes it."""
         if self.closed:
             return
+        while self.link.crowded:
+            memory, fds = self.link.take_memory()
+            self._put(wire.pack(wire.MEMORY, memory, None), fds)
         memory, fds = self.link.take_memory()
         data = wire.pack(kind, memory, payload)
         if len(data) <= wire.MAX_DATAGRAM_BYTES:
@@ -132,16 +135,31 @@ class Connection:
         else:
             self._loop.add_reader(self._socket, self._on_readable)
 
+    def end(self) -> None:
+        """The worker has exited: take what it sent, then report the loss.
+
+        Also when the end of the channel cannot be seen: while paused, or because a process that
+        the model started keeps the worker's end open.
+        """
+        while not self.closed and self._read_once():
+            pass
+        if not self.closed:
+            self._lost()
+
     def _on_readable(self) -> None:
+        self._read_once()
+
+    def _read_once(self) -> bool:
+        """Take one message, or the end, and tell whether there was any."""
         try:
             size, ancillary, _, _ = self._socket.recvmsg_into([self._room], ANCILLARY_BYTES)
         except BlockingIOError:
-            return
+            return False
         except ConnectionResetError:
             size, ancillary = 0, []
         if not size:
             self._lost()
-            return
+            return True
         try:
             message = wire.unpack(self._room[:size])
             if message[1] is not None:
@@ -150,8 +168,9 @@ class Connection:
                 message = wire.unpack(self.link.borrow(message[2]))
         except wire.WireError:
             self._lost()
-            return
+            return True
         self._on_message(message[0], message[2])
+        return True
 
     def _lost(self) -> None:
         self.close()

@@ -64,7 +64,7 @@ class WorkerInstance(LoopInstance):
         self._pause_s = 0.0
         self._started_at = 0.0
         self._first_batch = 1  # of the running worker
-        self._restarting: asyncio.Task[None] | None = None
+        self._mourning: set[asyncio.Task[None]] = set()  # see `_after_death`
         self.available = True
 
     # -- life ---------------------------------------------------------------------------------
@@ -94,6 +94,7 @@ class WorkerInstance(LoopInstance):
         self._connection = connection
         try:
             self._process, self._output = await self._launcher.start(connection.peer)
+            self._process.exited.add_done_callback(lambda _status: connection.end())
             connection.send(wire.INIT, self._launcher.init_message())
             timeout = self._settings.initialize_timeout_s or None
             try:
@@ -128,9 +129,10 @@ class WorkerInstance(LoopInstance):
     async def finalize(self) -> None:
         """See `LoopInstance.finalize`."""
         self._stopping = True
-        if self._restarting is not None:
-            self._restarting.cancel()
-            await asyncio.wait([self._restarting])
+        for task in self._mourning:
+            task.cancel()
+        if self._mourning:
+            await asyncio.wait(self._mourning)
         connection, process = self._connection, self._process
         if connection is not None and process is not None and not connection.closed:
             connection.send(wire.STOP, None)
@@ -347,7 +349,9 @@ class WorkerInstance(LoopInstance):
     def _on_lost(self) -> None:
         """The channel ended: the worker is dead or dying."""
         self.available = self.available and self._stopping
-        self._restarting = self._loop.create_task(self._after_death(), name=f"restart-{self.name}")
+        task = self._loop.create_task(self._after_death(), name=f"restart-{self.name}")
+        self._mourning.add(task)
+        task.add_done_callback(self._mourning.discard)
 
     async def _after_death(self) -> None:
         error = await self._cause_of_death()

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from npuserve.backends.worker.wire import MAX_FDS
 from npuserve.buffer_pool import BufferPool, SharedArray, SharedBlock, locate
 
 Reference = tuple[int, int, int, int]
@@ -132,13 +133,21 @@ class SharedMemoryLink:
         """Whether the next message will carry bookkeeping."""
         return bool(self._to_return or self._to_announce or self._to_forget)
 
+    @property
+    def crowded(self) -> bool:
+        """Whether one message cannot carry all descriptors: MEMORY messages must go ahead."""
+        return len(self._to_announce) > MAX_FDS
+
     def take_memory(self) -> tuple[Memory | None, list[int]]:
         """What the next message has to carry: its `memory` field and file descriptors."""
         if not (self._to_return or self._to_announce or self._to_forget):
             return None, []  # inlined `has_news`: this runs for every message
         returned = _drain(self._to_return)
         self._return_bytes = 0
-        announced, self._to_announce = self._to_announce, []
+        announced, self._to_announce = (
+            self._to_announce[:MAX_FDS],
+            self._to_announce[MAX_FDS:],
+        )
         blocks = tuple((block.id, block.size) for block in announced)
         return (returned, blocks, _drain(self._to_forget)), [block.fd for block in announced]
 

@@ -72,3 +72,23 @@ async def test_nonsense_ends_the_connection(ends: _Ends) -> None:
     """A worker that sends something else is given up."""
     ends.channel.socket.send(b"\xff nonsense")
     await ends.lost.wait()
+
+
+async def test_any_number_of_blocks_is_announced(ends: _Ends) -> None:
+    """More new blocks than one message carries descriptors for arrive all the same."""
+    parts = [bytes([number]) * wire.INLINE_BYTES for number in range(wire.MAX_FDS + 50)]
+    ends.connection.send(wire.EXECUTE, [ends.connection.link.lend(part) for part in parts])
+    message = await asyncio.to_thread(ends.channel.receive)
+    while message is not None and message[0] == wire.MEMORY:
+        message = await asyncio.to_thread(ends.channel.receive)
+    assert message is not None
+    assert [bytes(ends.channel.link.borrow(ref)) for ref in message[2]] == parts
+
+
+async def test_exit_of_a_worker_whose_end_stays_open_is_noticed(ends: _Ends) -> None:
+    """What it sent is taken first, also from a paused channel."""
+    ends.connection.pause(True)
+    ends.channel.send(wire.RESULT, 1)
+    ends.connection.end()
+    assert ends.received.get_nowait() == (wire.RESULT, 1)
+    assert ends.lost.is_set()

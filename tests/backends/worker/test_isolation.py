@@ -77,6 +77,27 @@ async def test_readiness_shows_the_restart(tmp_path: Path) -> None:
         assert models.server.model_ready("m")
 
 
+async def test_model_that_cannot_come_back_can_be_unloaded(tmp_path: Path) -> None:
+    """While restarts fail again and again an unload goes through, and the attempts end."""
+    code = f"""
+    FLAG = {str(tmp_path / "flag")!r}
+
+    class TritonPythonModel:
+        def initialize(self, args):
+            if os.path.exists(FLAG):
+                os._exit(3)
+            open(FLAG, "w").close()
+
+        def execute(self, requests):
+            os._exit(1)
+    """
+    async with asyncio.timeout(8), served_model(tmp_path, code) as models:
+        assert "code 1" in (await models.infer()).error
+        instance = models.instance()
+    assert not instance._mourning
+    assert not instance.available
+
+
 async def test_execute_time_out(tmp_path: Path) -> None:
     """A batch over its time ends with an error, and the next one is served."""
     config = CONFIG + parameter("execute_timeout_seconds", "0.2")
