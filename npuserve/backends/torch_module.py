@@ -77,19 +77,22 @@ def model_path(context: BackendModelContext) -> Path:
 
 
 def device_of(placement: Placement) -> str:
-    """The torch device of an instance: `npu:N` on cards, else `cpu`.
+    """The torch device of an instance: `npu:N` on cards where torch_npu is there, else `cpu`.
 
     Raises:
-        UnavailableError: a card is asked for and torch_npu is not there.
+        UnavailableError: torch_npu is there, the card is not.
     """
     if placement.kind != "GPU":
         return "cpu"
-    runtime()
-    import_runtime(
-        "torch_npu",
-        "install the torch-npu release that fits torch and CANN, or use KIND_CPU for this model",
-    )
     torch: Any = runtime()
+    try:
+        import_runtime("torch_npu", "install the torch-npu release that fits torch and CANN")
+    except UnavailableError as error:
+        logger.warning(
+            "instance %s is placed on card %d and runs on the CPU: %s",
+            placement.name, placement.device_id, error,
+        )  # fmt: skip
+        return "cpu"
     count = torch.npu.device_count()
     if not 0 <= placement.device_id < count:
         cards = ", ".join(map(str, range(count))) or "none"

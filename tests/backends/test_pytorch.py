@@ -9,14 +9,16 @@ import threading
 import warnings
 import zipfile
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from npuserve.backends.base import Placement
 from npuserve.backends.pytorch import PytorchBackend
-from npuserve.backends.torch_module import positions
+from npuserve.backends.torch_module import device_of, positions
 from npuserve.errors import (
     InternalError,
     InvalidArgumentError,
@@ -245,13 +247,26 @@ async def test_threads_and_modes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         np.testing.assert_array_equal(answer.array("OUTPUT0"), 2 * ones())
 
 
-async def test_a_card_without_torch_npu_is_unavailable(tmp_path: Path) -> None:
-    """The reason says what to install."""
+async def test_a_card_without_torch_npu_means_the_cpu(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Served all the same; the log says what to install."""
     text = "max_batch_size: 2 " + TWO_INPUTS + TWO_OUTPUTS
-    error = await load_error(scripted(tmp_path, ADD), text, kind="GPU")
-    assert isinstance(error, UnavailableError)
-    assert "torch_npu" in str(error)
-    assert "KIND_CPU" in str(error)
+    async with serve(scripted(tmp_path, ADD), text, kind="GPU") as driver:
+        (answer,) = await driver.infer({"INPUT0": ones(), "INPUT1": ones()})
+        np.testing.assert_array_equal(answer.array("OUTPUT0"), 2 * ones())
+    assert "install the torch-npu release" in caplog.text
+
+
+def test_a_card_that_torch_npu_does_not_see(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With torch_npu the cards it counts are the cards there are."""
+    monkeypatch.setitem(sys.modules, "torch_npu", ModuleType("torch_npu"))
+    cards = SimpleNamespace(device_count=lambda: 2)
+    monkeypatch.setattr(torch, "npu", cards, raising=False)
+    assert device_of(Placement("m_0", "GPU", 1, 0, 0)) == "npu:1"
+    assert device_of(Placement("m_0", "CPU", 0, 0, 0)) == "cpu"
+    with pytest.raises(UnavailableError, match="no NPU 2; torch_npu sees: 0, 1"):
+        device_of(Placement("m_0", "GPU", 2, 0, 0))
 
 
 async def test_bad_files_and_parameters(tmp_path: Path) -> None:

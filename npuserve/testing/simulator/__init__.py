@@ -51,12 +51,13 @@ def install(cards: int = 1, options: SimulatorOptions | None = None) -> Runtime:
 
     Args:
         cards: number of cards.
-        options: more about the machine; its `cards` is not used.
+        options: more about the machine; its `cards` is not used. Default: what the environment
+            says, such as NPUSERVE_SIMULATOR='{"device_ms": 5, "trace_file": "/tmp/{pid}.json"}'.
 
     Raises:
         RuntimeError: the real `acl` is imported already.
     """
-    settings = changed(options or SimulatorOptions(), cards=cards)
+    settings = changed(options or SimulatorOptions.from_environment(), cards=cards)
     if not settings.state_dir:
         directory = tempfile.mkdtemp(prefix="npuserve-simulator-")
         atexit.register(shutil.rmtree, directory, ignore_errors=True)

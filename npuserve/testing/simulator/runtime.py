@@ -8,7 +8,7 @@ import json
 import os
 import sys
 import threading
-from collections import Counter
+from collections import Counter, deque
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,13 +28,15 @@ _NO_CONTEXT = 107002
 _BAD_HANDLE = 107017
 _FORKED = 507033
 
+_LOG_LENGTH = 100_000
+
 
 class Runtime:
     """Everything behind one `acl` module.
 
     Attributes:
         calls: number of calls of each function.
-        log: names of the functions in the order called.
+        log: names of the functions in the order called, the last ones.
         faults: failures to come.
         violations: broken rules that no return code shows.
     """
@@ -50,7 +52,7 @@ class Runtime:
         ]
         self.faults: list[Fault] = parse(options.faults)
         self.calls: Counter[str] = Counter()
-        self.log: list[str] = []
+        self.log: deque[str] = deque(maxlen=_LOG_LENGTH)
         self.violations: list[str] = []
         self.init_count = 0
         self.objects: dict[int, Any] = {}
@@ -127,6 +129,8 @@ class Runtime:
         value = self.find(handle, kind, code)
         del self.objects[handle]
         self._dead[handle] = self.origins.pop(handle)
+        if len(self._dead) > _LOG_LENGTH:  # forget the oldest
+            del self._dead[next(iter(self._dead))]
         return value
 
     # Where a thread is.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -183,3 +184,32 @@ def test_real_time_is_waited_for(tmp_path: Path) -> None:
         start = time.monotonic()
         assert acl.mdl.execute(model.id, model.inputs, model.outputs) == 0
         assert time.monotonic() - start >= 0.018
+
+
+def test_the_environment_describes_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `--npu-simulator` leaves open: chip, times, faults, where the trace goes."""
+    code = (
+        "from npuserve.testing.simulator import install; machine = install(cards=3);"
+        "print(machine.options.device_ms, machine.options.soc_name, len(machine.cards))"
+    )
+    monkeypatch.setenv("NPUSERVE_SIMULATOR", '{"device_ms": 5, "soc_name": "Ascend310P3"}')
+    assert run(sys.executable, "-c", code).stdout.split() == ["5", "Ascend310P3", "3"]
+
+
+def test_the_trace_is_written_at_exit(tmp_path: Path) -> None:
+    """As Chrome trace events, one file a process."""
+    om = compile_om(affine(tmp_path, [2, 3])) / "1" / "model.om"
+    code = (
+        "from pathlib import Path\n"
+        "from npuserve.backends.acl.library import load_library\n"
+        "from npuserve.backends.acl.runner import ModelRunner, RunnerOptions\n"
+        f"with ModelRunner(load_library(), Path({str(om)!r}), RunnerOptions()) as runner:\n"
+        "    slot = runner.acquire(); runner.input_view(slot, 0, 24)[:] = 0\n"
+        "    runner.start(slot, [(2, 3)], runner.description.gears[0]); runner.finish()\n"
+    )
+    with simulate(trace_file=str(tmp_path / "{pid}.json")):
+        result = run(sys.executable, "-c", code)
+    assert result.stderr == ""
+    (trace,) = tmp_path.glob("*.json")
+    engines = [event["tid"] for event in json.loads(trace.read_text())["traceEvents"]]
+    assert engines == ["copy to device", "compute", "copy to host"]
