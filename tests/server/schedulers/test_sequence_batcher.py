@@ -24,7 +24,7 @@ from npuserve.errors import (
 from npuserve.model_config import ModelConfig
 from npuserve.request import SEQUENCE_END, SEQUENCE_START, InferenceRequest
 from npuserve.response import InferenceResponse
-from npuserve.server.instance import InstancePool
+from npuserve.server.instance_pool import InstancePool
 from npuserve.server.schedulers.base import SchedulerContext
 from npuserve.server.schedulers.sequence_batcher import SequenceBatcher
 from npuserve.server.statistics import ModelStatistics
