@@ -193,7 +193,9 @@ def json_values(tensor: Tensor) -> NDArray[Any] | list[str]:
             f"Please use the binary data format for output {tensor.name}"
         )
     array = tensor.as_numpy().reshape(-1)
-    return array.astype(np.float64) if tensor.datatype == "FP32" else array
+    if tensor.datatype == "FP32":
+        return array.astype(np.float64)
+    return array if array.flags.aligned else array.copy()  # JSON writers read whole items
 
 
 def _texts(tensor: Tensor) -> list[str]:

@@ -10,17 +10,25 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from npuserve.errors import InvalidArgumentError
 from npuserve.protocol.classification import classify
-from npuserve.protocol.http.json_text import dump_json
+from npuserve.protocol.http.json_members import (
+    boolean,
+    missing_member,
+    objects,
+    shape_member,
+    text,
+    text_member,
+    unsigned,
+    wrong_kind,
+)
+from npuserve.protocol.http.json_text import dump_json, json_data
 from npuserve.protocol.shared_memory import RegionSlice
-from npuserve.protocol.tensor_codec import is_finite, json_values, pack_elements, tensor_from_json
+from npuserve.protocol.tensor_codec import json_values, pack_elements, tensor_from_json
 from npuserve.request import SEQUENCE_END, SEQUENCE_START
 from npuserve.tensor import ITEM_SIZE, Buffer, Tensor, element_count
 
 if TYPE_CHECKING:
     from npuserve.response import InferenceResponse, ParameterValue
 
-_MAX_DIM = 2**63 - 1
-_UINT64_MAX = 2**64 - 1
 _PARAMETER_TYPES = (str, int, bool, float)
 
 # (region, offset, byte size) → the bytes, or the place for an output.
@@ -64,6 +72,10 @@ class InferMessage:
         self.priority = 0
         self.timeout_us = 0
 
+    def output(self, name: str) -> Output | None:
+        """How an output goes back; None for one that was not asked for."""
+        return self.outputs.get(name) if self.outputs else self.default_output
+
 
 # ------------------------------------------------------------------ requests
 
@@ -90,7 +102,7 @@ def decode_infer(
     message = InferMessage()
     request_id = document.get("id")
     if request_id is not None:
-        message.id = _text(request_id, "id")
+        message.id = text(request_id, "id")
     parameters = document.get("parameters", message.parameters)
     if type(parameters) is not dict:
         raise InvalidArgumentError(
@@ -99,7 +111,7 @@ def decode_infer(
     if parameters:
         _decode_parameters(message, parameters)
     source = _InputSource(memoryview(binary), model_name, read_region)
-    for entry in _objects(document["inputs"], "inputs"):
+    for entry in objects(document["inputs"], "inputs"):
         tensor = source.decode(entry)
         if tensor.name in message.inputs:
             raise InvalidArgumentError(
@@ -108,8 +120,8 @@ def decode_infer(
             )
         message.inputs[tensor.name] = tensor
     source.finish()
-    for entry in _objects(document.get("outputs") or [], "outputs"):
-        message.outputs[_member(entry, "name")] = _decode_output(entry)
+    for entry in objects(document.get("outputs") or [], "outputs"):
+        message.outputs[text_member(entry, "name")] = _decode_output(entry)
     return message
 
 
@@ -133,8 +145,8 @@ class _InputSource:
         data = entry.get("data")
         if (data is not None) + (size is not None) + (region is not None) != 1:
             raise _ambiguous_source(data, size, region)
-        name, datatype = _member(entry, "name"), _member(entry, "datatype")
-        shape = _shape(entry)
+        name, datatype = text_member(entry, "name"), text_member(entry, "datatype")
+        shape = shape_member(entry)
         if size is not None:
             return Tensor(name, datatype, shape, self._take(name, size))
         if region is not None:
@@ -144,7 +156,7 @@ class _InputSource:
 
     def _take(self, name: str, size: Any) -> memoryview:
         start = self._offset
-        end = self._offset = start + _unsigned(size, "binary_data_size")
+        end = self._offset = start + unsigned(size, "binary_data_size")
         if end > len(self._binary):
             raise InvalidArgumentError(
                 f"unexpected size for input '{name}', expecting {end - len(self._binary)} "
@@ -175,9 +187,9 @@ def _decode_output(entry: dict[str, Any]) -> Output:
     if not parameters:
         return _JSON_OUTPUT
     if type(parameters) is not dict:
-        raise _wrong_kind("parameters", "object")
-    binary = _boolean(parameters.get("binary_data", False), "binary_data")
-    classes = _unsigned(parameters.get("classification", 0), "classification")
+        raise wrong_kind("parameters", "object")
+    binary = boolean(parameters.get("binary_data", False), "binary_data")
+    classes = unsigned(parameters.get("classification", 0), "classification")
     if "shared_memory_region" not in parameters:
         return Output(binary, classes) if classes else (_BINARY_OUTPUT if binary else _JSON_OUTPUT)
     for key, value in (("classification", classes), ("binary_data", binary)):
@@ -188,11 +200,11 @@ def _decode_output(entry: dict[str, Any]) -> Output:
 
 def _region(parameters: dict[str, Any]) -> tuple[str, int, int]:
     if "shared_memory_byte_size" not in parameters:
-        raise _missing("shared_memory_byte_size")
+        raise missing_member("shared_memory_byte_size")
     return (
-        _text(parameters["shared_memory_region"], "shared_memory_region"),
-        _unsigned(parameters.get("shared_memory_offset", 0), "shared_memory_offset"),
-        _unsigned(parameters["shared_memory_byte_size"], "shared_memory_byte_size"),
+        text(parameters["shared_memory_region"], "shared_memory_region"),
+        unsigned(parameters.get("shared_memory_offset", 0), "shared_memory_offset"),
+        unsigned(parameters["shared_memory_byte_size"], "shared_memory_byte_size"),
     )
 
 
@@ -201,17 +213,17 @@ def _decode_parameters(message: InferMessage, parameters: dict[str, Any]) -> Non
     custom = message.parameters
     for key, value in parameters.items():
         if key == "sequence_id":
-            message.correlation_id = value if type(value) is str else _unsigned(value, key)
+            message.correlation_id = value if type(value) is str else unsigned(value, key)
         elif key == "sequence_start":
-            message.flags |= SEQUENCE_START * _boolean(value, key)
+            message.flags |= SEQUENCE_START * boolean(value, key)
         elif key == "sequence_end":
-            message.flags |= SEQUENCE_END * _boolean(value, key)
+            message.flags |= SEQUENCE_END * boolean(value, key)
         elif key == "priority":
-            message.priority = _unsigned(value, key)
+            message.priority = unsigned(value, key)
         elif key == "timeout":
-            message.timeout_us = _unsigned(value, key)
+            message.timeout_us = unsigned(value, key)
         elif key == "binary_data_output":
-            message.default_output = _BINARY_OUTPUT if _boolean(value, key) else _JSON_OUTPUT
+            message.default_output = _BINARY_OUTPUT if boolean(value, key) else _JSON_OUTPUT
         elif key.startswith("triton_"):
             raise InvalidArgumentError(
                 "parameter keys starting with 'triton_' are reserved for Triton usage and should "
@@ -294,6 +306,16 @@ def _deduce_variable_dim(shape: list[int], elements: int, prefix: str, name: str
 # ----------------------------------------------------------------- responses
 
 
+def json_output_bytes(response: InferenceResponse, message: InferMessage) -> int:
+    """Bytes of the outputs that go back as JSON, as an estimate of the work of `encode_infer`."""
+    size = 0
+    for tensor in response.outputs:
+        output = message.output(tensor.name)
+        if output is not None and not output.binary:
+            size += len(tensor.data)
+    return size
+
+
 def encode_infer(
     response: InferenceResponse,
     message: InferMessage,
@@ -316,9 +338,8 @@ def encode_infer(
     """
     entries: list[dict[str, Any]] = []
     blobs: list[Buffer] = []
-    finite = True
     for tensor in response.outputs:
-        output = message.outputs.get(tensor.name) if message.outputs else message.default_output
+        output = message.output(tensor.name)
         if output is None:
             continue
         if output.classification:
@@ -336,74 +357,11 @@ def encode_infer(
         elif output.region is not None:
             slices[tensor.name].write(tensor.name, tensor.data)
         else:
-            values = json_values(tensor)
-            finite = finite and is_finite(values)
-            entry["data"] = values
+            entry["data"] = json_data(json_values(tensor))
     head: dict[str, Any] = {"id": message.id} if message.id else {}
     head["model_name"] = response.model_name
     head["model_version"] = response.model_version
     if response.parameters:
         head["parameters"] = response.parameters
     head["outputs"] = entries
-    return dump_json(head, finite=finite), blobs
-
-
-# -------------------------------------------------------- members of objects
-
-
-def _objects(value: Any, key: str) -> list[dict[str, Any]]:
-    if type(value) is not list:
-        raise _wrong_kind(key, "array")
-    for entry in value:
-        if type(entry) is not dict:
-            raise _wrong_kind(key, "object")
-    return value
-
-
-def _member(entry: dict[str, Any], key: str) -> str:
-    if key not in entry:
-        raise _missing(key)
-    return _text(entry[key], key)
-
-
-def _shape(entry: dict[str, Any]) -> list[int]:
-    if "shape" not in entry:
-        raise _missing("shape")
-    shape = entry["shape"]
-    if type(shape) is not list:
-        raise _wrong_kind("shape", "array")
-    for dim in shape:
-        if type(dim) is not int or not 0 <= dim <= _MAX_DIM:
-            raise _wrong_kind("shape", "unsigned-integer")
-    return shape
-
-
-def _text(value: Any, key: str) -> str:
-    if type(value) is not str:
-        raise _wrong_kind(key, "string")
-    return value
-
-
-def _unsigned(value: Any, key: str) -> int:
-    if type(value) is not int or not 0 <= value <= _UINT64_MAX:
-        raise _wrong_kind(key, "unsigned-integer")
-    return value
-
-
-def _boolean(value: Any, key: str) -> bool:
-    if type(value) is not bool:
-        raise _wrong_kind(key, "boolean")
-    return value
-
-
-def _wrong_kind(key: str, kind: str) -> InvalidArgumentError:
-    # Differs from Triton: 400 instead of 500 for a value of the wrong kind.
-    return InvalidArgumentError(
-        f"Unable to parse '{key}': attempt to access JSON non-{kind} as {kind}"
-    )
-
-
-def _missing(key: str) -> InvalidArgumentError:
-    return InvalidArgumentError(
-        f"Unable to parse '{key}': attempt to access non-existing object member '{key}'"
-    )
+    return dump_json(head), blobs

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from npuserve.buffer_pool import LARGE_TENSOR_BYTES
 from npuserve.errors import InvalidArgumentError, NpuserveError, UnavailableError
-from npuserve.protocol.http.infer import InferCall, InferHeaders, InferTarget
+from npuserve.protocol.http.infer import InferCall
+from npuserve.protocol.http.infer_head import InferHeaders, InferTarget
 from npuserve.protocol.http.reply import Reply
 
 if TYPE_CHECKING:

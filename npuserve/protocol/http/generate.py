@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
     from starlette.requests import Request
 
-    from npuserve.protocol.http.infer import InferService, InferTarget
+    from npuserve.protocol.http.infer import InferService
+    from npuserve.protocol.http.infer_head import InferTarget
     from npuserve.response import InferenceResponse
 
 _NOT_ONE = (

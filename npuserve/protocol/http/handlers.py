@@ -9,7 +9,8 @@ from starlette.responses import Response
 
 from npuserve.model_config import config_to_json
 from npuserve.protocol.http.generate import generate, generate_stream
-from npuserve.protocol.http.infer import InferCall, InferHeaders, InferTarget
+from npuserve.protocol.http.infer import InferCall
+from npuserve.protocol.http.infer_head import InferHeaders, InferTarget
 from npuserve.protocol.http.json_text import dump_json
 from npuserve.protocol.http.reply import Reply, error_body
 from npuserve.protocol.http.requests import or_disconnect, read_bytes

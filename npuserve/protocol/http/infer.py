@@ -10,11 +10,17 @@ from __future__ import annotations
 import logging
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from npuserve.errors import InternalError, InvalidArgumentError, NpuserveError, UnsupportedError
 from npuserve.protocol.http.access import HeaderForwarding, Restrictions
-from npuserve.protocol.http.codec import InferMessage, decode_infer, decode_raw, encode_infer
+from npuserve.protocol.http.codec import (
+    InferMessage,
+    decode_infer,
+    decode_raw,
+    encode_infer,
+    json_output_bytes,
+)
 from npuserve.protocol.http.compression import (
     check_encoding,
     choose_encoding,
@@ -33,6 +39,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from npuserve.options import ServerOptions
+    from npuserve.protocol.http.infer_head import InferHeaders, InferTarget
     from npuserve.protocol.shared_memory import RegionSlice, SharedMemoryRegistry
     from npuserve.response import InferenceResponse
     from npuserve.server.core import InferenceServer
@@ -44,49 +51,6 @@ logger = logging.getLogger(__name__)
 # JSON or compressed data beyond this are dealt with in a thread: other requests, readiness
 # probes above all, must not wait for them.
 LARGE_DATA_BYTES = 128 * 1024
-
-
-class InferTarget(NamedTuple):
-    """Model and version ("" for the newest) that a path names."""
-
-    model: str
-    version: str
-
-
-class InferHeaders:
-    """The headers of an infer request that mean something; all of them for the rest.
-
-    Attributes:
-        fields: all, as sent.
-        content_length: declared length of the body; 0 for none and for chunks.
-        json_length: Inference-Header-Content-Length as sent, None without one.
-    """
-
-    __slots__ = (
-        "accept_encoding", "content_encoding", "content_length", "expects_continue", "fields",
-        "json_length",
-    )  # fmt: skip
-
-    def __init__(self, fields: Sequence[tuple[bytes, bytes]]) -> None:
-        self.fields = fields
-        self.content_length = 0
-        self.json_length: bytes | None = None
-        self.content_encoding = b""
-        self.accept_encoding = b""
-        self.expects_continue = False
-        for name, value in fields:
-            # By length first, which tells most headers apart without a lower-case copy.
-            match len(name):
-                case 14 if name.lower() == b"content-length":
-                    self.content_length = int(value)  # the parser accepted it
-                case 31 if name.lower() == b"inference-header-content-length":
-                    self.json_length = value
-                case 15 if name.lower() == b"accept-encoding":
-                    self.accept_encoding = value
-                case 16 if name.lower() == b"content-encoding":
-                    self.content_encoding = value
-                case 6 if name.lower() == b"expect":
-                    self.expects_continue = value.lower() == b"100-continue"
 
 
 class InferService:
@@ -296,17 +260,23 @@ class InferCall:
         model = self._request.model if self._request is not None else self._model
         response.model_name = response.model_name or model.name
         response.model_version = response.model_version or str(model.version)
-        head, blobs = encode_infer(
+        if json_output_bytes(response, self._message) < LARGE_DATA_BYTES:
+            self._reply(self._encode(response, model))
+        else:
+            self._in_thread(self._encode, response, model, then=self._reply)
+
+    def _encode(self, response: InferenceResponse, model: Model) -> tuple[bytes, list[Buffer]]:
+        return encode_infer(
             response,
             self._message,
             self._slices,
             labels=model.labels,
             batched=model.max_batch_size > 0,
         )
-        self._release_regions()
-        self._reply(head, blobs)
 
-    def _reply(self, head: bytes, blobs: list[Buffer]) -> None:
+    def _reply(self, encoded: tuple[bytes, list[Buffer]]) -> None:
+        self._release_regions()
+        head, blobs = encoded
         parts: list[Buffer] = [head, *blobs]
         headers: list[tuple[bytes, bytes]] = []
         content_type = JSON
@@ -373,7 +343,9 @@ class InferCall:
         """Call `function` away from the loop and go on with its result."""
 
         def done(future: Future[Any]) -> None:
-            if not self._cancelled:
+            if self._cancelled:
+                self._release_regions()
+            else:
                 self._guard(lambda: then(future.result()))
 
         service = self._service

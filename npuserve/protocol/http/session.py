@@ -22,7 +22,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from npuserve.buffer_pool import LARGE_TENSOR_BYTES
 from npuserve.protocol.http.exchange import InferExchange
-from npuserve.protocol.http.infer import InferTarget
+from npuserve.protocol.http.infer_head import InferTarget
 from npuserve.protocol.http.reply import Reply, error_body
 
 if TYPE_CHECKING:

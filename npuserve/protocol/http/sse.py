@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from npuserve.errors import InvalidArgumentError
 from npuserve.protocol.http.codec import InferMessage, custom_parameter
-from npuserve.protocol.http.json_text import dump_json
-from npuserve.protocol.tensor_codec import is_finite, json_values, tensor_from_json
+from npuserve.protocol.http.json_text import dump_json, json_data, json_scalar
+from npuserve.protocol.tensor_codec import json_values, tensor_from_json
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -101,18 +101,20 @@ def encode_generate(response: InferenceResponse, request_id: str) -> bytes:
         InvalidArgumentError: an output that JSON cannot carry.
     """
     members: dict[str, Any] = {}
-    finite = True
     for tensor in response.outputs:
         values = json_values(tensor)
-        finite = finite and is_finite(values)
-        plain = values if isinstance(values, list) else values.tolist()
-        members[tensor.name] = plain[0] if len(plain) == 1 else plain
+        if len(values) == 1:
+            members[tensor.name] = json_scalar(
+                values[0] if isinstance(values, list) else values.item()
+            )
+        else:
+            members[tensor.name] = json_data(values)
     members.update(response.parameters or {})
     if request_id:
         members["id"] = request_id
     members["model_name"] = response.model_name
     members["model_version"] = response.model_version
-    return dump_json(dict(sorted(members.items())), finite=finite)
+    return dump_json(dict(sorted(members.items())))
 
 
 def event(data: bytes) -> bytes:

@@ -35,3 +35,13 @@ async def test_binary_in_and_out(start: Start, size: int) -> None:
         assert reply.headers["content-type"] == "application/octet-stream"
         length = int(reply.headers["inference-header-content-length"])
         assert reply.body[length:] == blob
+
+
+async def test_large_json_both_ways(start: Start) -> None:
+    """Documents that are parsed and written in a thread."""
+    client = await (await start()).connect()
+    values = [float(number) for number in range(100_000)]
+    reply = await client.ask(post(PATH, infer_json(values, id="big")))
+    assert reply.status == 200
+    assert reply.json()["id"] == "big"
+    assert reply.json()["outputs"][0]["data"] == values

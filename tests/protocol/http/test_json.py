@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from npuserve.errors import InvalidArgumentError
-from npuserve.protocol.http import large_json
-from npuserve.protocol.http.json_text import dump_json, parse_json
+from npuserve.protocol.http import json_text, large_json
+from npuserve.protocol.http.json_text import dump_json, json_data, json_scalar, parse_json
 from npuserve.protocol.http.large_json import parse_large_json
 from npuserve.protocol.tensor_codec import flatten
 
@@ -105,3 +105,22 @@ def test_a_place_holder_cannot_be_sent() -> None:
         {"inputs": [{"data": {}}, {"data": list(range(20_000))}]}, separators=(",", ":")
     )
     assert parse_large_json(document.encode())["inputs"][0]["data"] == {}
+
+
+@given(
+    st.lists(st.floats(), max_size=60) | st.lists(st.integers(-(2**63), 2**63 - 1), max_size=60),
+    st.integers(1, 20),
+)
+def test_arrays_written_in_pieces_come_back(values: list[Any], piece: int) -> None:
+    """NaN and infinities included, wherever they are."""
+    array = np.array(values)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(json_text, "_PIECE_ELEMENTS", piece)
+        text = dump_json({"data": json_data(array)})
+    np.testing.assert_array_equal(np.array(json.loads(text)["data"]), array)
+
+
+def test_scalars_that_are_not_finite() -> None:
+    """Also beside what orjson cannot write."""
+    value = {"a": json_scalar(float("nan")), "b": json_data(np.array([np.inf])), "c": 2**70}
+    assert dump_json(value) == b'{"a":NaN,"b":[Infinity],"c":%d}' % 2**70
