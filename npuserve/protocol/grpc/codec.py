@@ -39,7 +39,7 @@ Parts = list[Buffer]
 # Limits of the wire: protobuf and gRPC count message bytes in a signed 32-bit integer.
 MAX_MESSAGE_BYTES = 2**31 - 1
 
-_RAW_OUTPUT_TAG = b"\x32"  # ModelInferResponse.raw_output_contents = 6, length-delimited
+RAW_OUTPUT_TAG = b"\x32"  # ModelInferResponse.raw_output_contents = 6, length-delimited
 _INFER_RESPONSE_TAG = b"\x12"  # ModelStreamInferResponse.infer_response = 2, length-delimited
 
 # Typed list of InferTensorContents → the datatype named in errors, datatypes it may carry.
@@ -178,16 +178,25 @@ def serialize_infer_response(message: pb.ModelInferResponse, raw: Sequence[Buffe
     if size < LARGE_TENSOR_BYTES:
         message.raw_output_contents.extend(map(bytes, raw))
         return [message.SerializeToString()]
+    check_response_size(size)
+    parts: Parts = [message.SerializeToString()]
+    for data in raw:
+        parts.append(RAW_OUTPUT_TAG + varint(len(data)))
+        parts.append(data)
+    return parts
+
+
+def check_response_size(size: int) -> None:
+    """Refuse a response with more tensor bytes than a gRPC message can have.
+
+    Raises:
+        InvalidArgumentError: text as Triton's.
+    """
     if size > MAX_MESSAGE_BYTES:
         raise InvalidArgumentError(
             f"Response has byte size {size} which exceeds gRPC's byte size limit "
             f"{MAX_MESSAGE_BYTES}."
         )
-    parts: Parts = [message.SerializeToString()]
-    for data in raw:
-        parts.append(_RAW_OUTPUT_TAG + varint(len(data)))
-        parts.append(data)
-    return parts
 
 
 def wrap_in_stream_response(parts: Parts) -> Parts:

@@ -21,7 +21,9 @@ from npuserve.errors import (
 )
 from npuserve.protocol.classification import classify
 from npuserve.protocol.grpc import codec
+from npuserve.protocol.grpc.templates import RequestTemplate, RequestTemplates, ResponseHeads
 from npuserve.protocol.grpc.transport import fail
+from npuserve.request import InferenceRequest
 from npuserve.server.trace import TraceContext
 
 if TYPE_CHECKING:
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
     from npuserve.protocol.grpc.codec import OutputOption, Parts
     from npuserve.protocol.grpc.transport import Call
     from npuserve.protocol.shared_memory import RegionSlice, SharedMemoryRegistry
-    from npuserve.request import InferenceRequest, ResponseCallback
+    from npuserve.request import ResponseCallback
     from npuserve.response import InferenceResponse
     from npuserve.server.core import InferenceServer
     from npuserve.server.model import Model
@@ -81,6 +83,8 @@ class InferFrontEnd:
         self.stopping = False
         self._shared_memory = shared_memory
         self._header_pattern = header_pattern
+        self._templates = RequestTemplates()
+        self._heads = ResponseHeads()
 
     def unary(self, data: Buffer, call: Call) -> None:
         """ModelInfer: one request, one response.
@@ -89,15 +93,34 @@ class InferFrontEnd:
             NpuserveError: refused; the call is still open.
         """
         self.check_open()
+        template = self._templates.match(data)
+        if template is not None:
+            self._unary_again(template, data, call)
+            return
         message, raw = codec.parse_infer_request(data)
         model, version = self.find_model(message)
-        if model.decoupled:
-            raise UnsupportedError(
-                "ModelInfer RPC doesn't support models with decoupled transaction policy"
-            )
+        _check_unary(model)
         plan = self.plan_reply(message, model)
         answer = partial(self._answer_unary, call, plan)
         request = self.make_request(message, raw, version, plan, answer, call)
+        self._templates.learn(data, message, raw, version)
+        call.on_cancel = request.cancel
+        self.submit(request, plan, call)
+
+    def _unary_again(self, template: RequestTemplate, data: Buffer, call: Call) -> None:
+        """A request like an earlier one but for its tensor bytes."""
+        model = self.server.model(template.model_name, template.version)
+        _check_unary(model)
+        plan = ReplyPlan("", model, None, _NO_SLICES)
+        request = InferenceRequest(
+            template.model_name,
+            template.tensors(data),
+            partial(self._answer_unary, call, plan),
+            model_version=template.version,
+            requested_outputs=template.requested_outputs,
+        )
+        if self._header_pattern is not None:
+            self._forward_headers(request, call.metadata)
         call.on_cancel = request.cancel
         self.submit(request, plan, call)
 
@@ -194,9 +217,11 @@ class InferFrontEnd:
         Raises:
             NpuserveError: classification or shared memory failed.
         """
+        options = plan.options
+        if options is None and not response.parameters:
+            return self._heads.encode(response, plan.id, final)
         message = codec.infer_response_message(response, plan.id, final)
         raw: list[Buffer] = []
-        options = plan.options
         for tensor in response.outputs:
             option = options.get(tensor.name) if options is not None else None
             if option is not None and option.classification:
@@ -232,6 +257,13 @@ class InferFrontEnd:
             call.finish()
         else:
             fail(call, error)
+
+
+def _check_unary(model: Model) -> None:
+    if model.decoupled:
+        raise UnsupportedError(
+            "ModelInfer RPC doesn't support models with decoupled transaction policy"
+        )
 
 
 def _mark_sending(

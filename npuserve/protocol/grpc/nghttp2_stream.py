@@ -218,7 +218,7 @@ class Stream:
         whole = len(data) == size + framing.PREFIX_BYTES
         if compressed or not whole or size > self._connection.max_message_bytes:
             return False
-        self._take(memoryview(data)[framing.PREFIX_BYTES :])
+        self._take(data[framing.PREFIX_BYTES :])
         return True
 
     def _read(self, data: bytes) -> None:
