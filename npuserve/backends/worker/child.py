@@ -22,18 +22,19 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from npuserve.backends.worker import wire
 from npuserve.backends.worker.channel import Channel
 from npuserve.backends.worker.host import ModelFailedError, ModelHost, describe
 from npuserve.backends.worker.loader import import_plainly
-from npuserve.backends.worker.pb_request import (
-    InferenceRequest,
-    InferenceResponse,
-)
+from npuserve.backends.worker.pb_response import InferenceResponse
 from npuserve.backends.worker.pb_tensor import Tensor, TritonModelException
 from npuserve.backends.worker.port import Mailbox
+from npuserve.backends.worker.stdio import PortLogHandler, flush, take_output
+
+if TYPE_CHECKING:
+    from npuserve.backends.worker.pb_request import InferenceRequest
 
 _INTERNAL = wire.STATUS_NAMES.index("INTERNAL")
 
@@ -436,49 +437,8 @@ def _opened(item: Any) -> Any:
     return item
 
 
-class _LogHandler(logging.Handler):
-    """Log records of user code that no handler of its own takes."""
-
-    def __init__(self, worker: Worker) -> None:
-        super().__init__()
-        self._worker = worker
-
-    def emit(self, record: logging.LogRecord) -> None:
-        level = "INFO"
-        if record.levelno >= logging.ERROR:
-            level = "ERROR"
-        elif record.levelno >= logging.WARNING:
-            level = "WARNING"
-        self._worker.log(level, self.format(record), record.pathname, record.lineno)
-
-
 def _ignore_signal(_number: int, _frame: object) -> None:
     """See `main`."""
-
-
-def flush() -> None:
-    """Push out what the model printed."""
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except (OSError, ValueError, AttributeError):
-            continue  # closed or replaced by the model
-
-
-def take_output(fd: int) -> None:
-    """Make `fd` stdout and stderr, as UTF-8 whatever the locale, line by line.
-
-    One pipe for both, so that lines keep their order.
-    """
-    os.dup2(fd, 1)
-    os.dup2(fd, 2)
-    os.close(fd)
-    for number, name in ((1, "stdout"), (2, "stderr")):
-        stream = open(  # noqa: SIM115 - lives as long as the process
-            number, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False
-        )
-        setattr(sys, name, stream)
-        setattr(sys, f"__{name}__", stream)
 
 
 def main(channel_fd: int, output_fd: int) -> NoReturn:
@@ -493,7 +453,7 @@ def main(channel_fd: int, output_fd: int) -> NoReturn:
             signal.signal(number, _ignore_signal)
         worker = Worker(Channel(socket.socket(fileno=channel_fd)))
         # Python's default shows warnings only on a bare stderr, without the model's name.
-        logging.lastResort = _LogHandler(worker)
+        logging.lastResort = PortLogHandler(worker)
         worker.run()
         atexit._run_exitfuncs()
         code = 0

@@ -21,8 +21,8 @@ from npuserve.backends.worker.pb_config import ModelConfig
 from npuserve.backends.worker.pb_request import (
     TRITONSERVER_REQUEST_RELEASE_RESCHEDULE,
     InferenceRequest,
-    InferenceResponse,
 )
+from npuserve.backends.worker.pb_response import InferenceResponse
 from npuserve.backends.worker.pb_tensor import Tensor, TritonModelException
 
 if TYPE_CHECKING:

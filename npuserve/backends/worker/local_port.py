@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from npuserve.backends.worker import wire
-from npuserve.backends.worker.pb_request import InferenceRequest, InferenceResponse
+from npuserve.backends.worker.pb_response import InferenceResponse
 from npuserve.backends.worker.pb_tensor import Tensor as ModelTensor
 from npuserve.backends.worker.pb_tensor import TritonModelException
 from npuserve.backends.worker.port import Mailbox
@@ -22,6 +22,7 @@ from npuserve.response import InferenceResponse as ServerResponse
 from npuserve.tensor import Tensor
 
 if TYPE_CHECKING:
+    from npuserve.backends.worker.pb_request import InferenceRequest
     from npuserve.buffer_pool import BufferPool
 
 

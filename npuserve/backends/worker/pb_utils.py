@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from npuserve.backends.worker import pb_request, pb_tensor
+from npuserve.backends.worker import pb_request, pb_response, pb_tensor
 from npuserve.backends.worker.pb_config import ModelConfig
 from npuserve.backends.worker.pb_metrics import Metric, MetricFamily, MetricKind
 from npuserve.backends.worker.pb_tensor import Tensor, TritonModelException
@@ -40,7 +40,7 @@ def get_input_tensor_by_name(
 
 
 def get_output_tensor_by_name(
-    inference_response: pb_request.InferenceResponse, name: str
+    inference_response: pb_response.InferenceResponse, name: str
 ) -> Tensor | None:
     """The output of that name, or None."""
     for tensor in inference_response._outputs:
@@ -137,12 +137,17 @@ _SHARED: dict[str, Any] = {
     **{
         name: getattr(pb_request, name)
         for name in (
-            "InferenceRequest", "InferenceResponse", "InferenceResponseSender", "InferenceTrace",
-            "PreferredMemory", "ResponseIterator", "TritonError",
+            "InferenceRequest", "InferenceTrace", "PreferredMemory", "ResponseIterator",
             "TRITONSERVER_MEMORY_CPU", "TRITONSERVER_MEMORY_GPU",
             "TRITONSERVER_REQUEST_FLAG_SEQUENCE_START", "TRITONSERVER_REQUEST_FLAG_SEQUENCE_END",
-            "TRITONSERVER_RESPONSE_COMPLETE_FINAL", "TRITONSERVER_REQUEST_RELEASE_ALL",
-            "TRITONSERVER_REQUEST_RELEASE_RESCHEDULE",
+            "TRITONSERVER_REQUEST_RELEASE_ALL", "TRITONSERVER_REQUEST_RELEASE_RESCHEDULE",
+        )
+    },
+    **{
+        name: getattr(pb_response, name)
+        for name in (
+            "InferenceResponse", "InferenceResponseSender", "TritonError",
+            "TRITONSERVER_RESPONSE_COMPLETE_FINAL",
         )
     },
 }  # fmt: skip

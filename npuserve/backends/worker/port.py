@@ -10,7 +10,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from npuserve.backends.worker.pb_request import InferenceRequest, InferenceResponse
+    from npuserve.backends.worker.pb_request import InferenceRequest
+    from npuserve.backends.worker.pb_response import InferenceResponse
 
 
 class Mailbox:
