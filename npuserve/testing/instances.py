@@ -65,6 +65,8 @@ class FakeInstance:
             request.compute_start_ns = now_ns
             request.on_cancel = None
             pool.statistics.pending -= 1
+        if pool.on_run is not None:
+            pool.on_run(execution)
         early = not self.is_free
         self.inflight += 1
         if early:
@@ -104,6 +106,7 @@ class FakePool:
         busy_ns: time that instances were executing, ended executions only.
         fail: answer with an error instead of an empty response.
         prefetches: see `ModelInstance.prefetches`.
+        on_run: called when an instance is given a batch, which may be before it starts.
     """
 
     clock: FakeClock
@@ -119,6 +122,7 @@ class FakePool:
     rate_limiter: Any = None
     frees_early: bool = False
     prefetches: bool = False
+    on_run: Callable[[FakeExecution], None] | None = None
 
     @property
     def loop(self) -> FakeClock:

@@ -39,6 +39,7 @@ class BatcherMachine(RuleBasedStateMachine):
         max_queue_size=st.sampled_from([0, 0, 3]),
         variable=st.booleans(),
         count=st.integers(1, 3),
+        prefetches=st.booleans(),
         speeds=st.lists(st.integers(0, LONGEST_MS), min_size=1, max_size=5),
     )
     def configure(
@@ -52,6 +53,7 @@ class BatcherMachine(RuleBasedStateMachine):
         max_queue_size: int,
         variable: bool,
         count: int,
+        prefetches: bool,
         speeds: list[int],
     ) -> None:
         """Make a model of these settings."""
@@ -70,7 +72,13 @@ class BatcherMachine(RuleBasedStateMachine):
         text_format.Parse(text, config)
         self.clock = FakeClock()
         self.speeds = speeds
-        self.pool = FakePool(self.clock, count=count, duration_ns=self._check_execution)
+        self.pool = FakePool(
+            self.clock,
+            count=count,
+            duration_ns=self._begin_execution,
+            prefetches=prefetches,
+            on_run=self._check_batch,
+        )
         self.scheduler = DynamicBatcher(context_of(config, self.pool))
         self.max_batch_size, self.variable = max_batch_size, variable
         self.levels, self.delays = levels, delays
@@ -170,8 +178,8 @@ class BatcherMachine(RuleBasedStateMachine):
 
     # ---------------------------------------------------------------- who must be next
 
-    def _check_execution(self, execution: FakeExecution) -> int:
-        """Called when a batch starts; returns how long it runs."""
+    def _check_batch(self, execution: FakeExecution) -> None:
+        """An instance was given a batch."""
         requests = execution.requests
         assert execution.batch_size == sum(request.batch_size for request in requests)
         assert execution.batch_size <= self.max_batch_size
@@ -181,6 +189,9 @@ class BatcherMachine(RuleBasedStateMachine):
         self._check_not_late(execution)
         for request in requests:
             del self.waiting[int(request.id)]
+
+    def _begin_execution(self, execution: FakeExecution) -> int:
+        """A batch starts; returns how long it runs."""
         duration_ns = self.speeds[len(self.pool.executed) % len(self.speeds)] * MS
         self.instance_free_ns[execution.instance] = self.clock.now_ns() + duration_ns
         return duration_ns
