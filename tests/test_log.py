@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,8 +36,8 @@ def log_file(tmp_path: Path) -> Iterator[Path]:
     package.setLevel(levels[1])
 
 
-def configured(log_file: Path, **options: object) -> log.LogSettings:
-    return log.configure(ServerOptions(log_file=str(log_file), **options))  # type: ignore[arg-type]
+def configured(log_file: Path, **options: Any) -> log.LogSettings:
+    return log.configure(ServerOptions(log_file=str(log_file), **options))
 
 
 def test_the_default_format_is_triton_s(log_file: Path) -> None:

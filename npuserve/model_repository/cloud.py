@@ -14,10 +14,9 @@ import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from npuserve.errors import InternalError, InvalidArgumentError, UnavailableError
 from npuserve.model_repository.cloud_location import (
@@ -25,6 +24,9 @@ from npuserve.model_repository.cloud_location import (
     filesystem_options,
     parse_location,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 log = logging.getLogger(__name__)
 

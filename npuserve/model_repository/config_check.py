@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from npuserve._proto import model_config_pb2 as pb
 from npuserve.errors import InvalidArgumentError
@@ -17,6 +17,9 @@ from npuserve.model_repository.batch_input_check import check_batch_io
 from npuserve.model_repository.defaults import ENSEMBLE, PLATFORM_BACKENDS
 from npuserve.model_repository.ensemble_check import check_ensemble
 from npuserve.model_repository.scheduling_check import check_scheduling
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
 
 _Tensor = pb.ModelInput | pb.ModelOutput
 

@@ -6,13 +6,14 @@ AutoCompleteBackendFields and NormalizeModelConfig.
 
 from __future__ import annotations
 
-from collections.abc import Collection, MutableSequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from npuserve.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
+    from collections.abc import Collection, MutableSequence
+
     from npuserve.model_config import ModelConfig
 
 ENSEMBLE = "ensemble"

@@ -12,14 +12,17 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from npuserve.errors import InternalError, InvalidArgumentError
 from npuserve.model_repository.cloud import cloud_repository
 from npuserve.model_repository.cloud_location import scheme_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 log = logging.getLogger(__name__)
 

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from google.protobuf import text_format
 
 from npuserve.errors import InvalidArgumentError
 from npuserve.model_config import ModelConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 _Descriptor = Any  # protobuf has two classes of descriptors and types neither
 
