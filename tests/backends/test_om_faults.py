@@ -75,14 +75,17 @@ def is_clear(error: Exception) -> bool:
     return isinstance(error, AclCallError) and error.call in str(error)
 
 
+CANNOT_FAIL = ("acl.destroy_tensor_desc", "acl.get_recent_err_msg")
+
+
 def is_retried(call: str) -> bool:
     """Whether the wrapper makes a failed call again."""
     without_code = (
         "get_num_", "_name_by_index", "_data_type", "_format", "_size_by_index", "_num_dims",
-        "_buffer_addr", "get_soc_name", "get_recent_err_msg",
+        "_buffer_addr", "get_soc_name",
     )  # fmt: skip
     gives_back = ("destroy_", "free", "unload", "reset_", "set_context")
-    return any(part in call for part in without_code + gives_back)
+    return any(part in call for part in without_code + gives_back + CANNOT_FAIL)
 
 
 @pytest.mark.parametrize("kind", sorted(MODELS))
@@ -155,7 +158,8 @@ async def test_each_call_of_an_unload_may_fail(
         await driver.__aexit__(None, None, None)
         machine.faults.clear()
         assert machine.leaks() == [], machine.log[start + index]
-        assert machine.log[start + index] in caplog.text
+        call = machine.log[start + index]
+        assert call in caplog.text or call in CANNOT_FAIL
     await cycle(machine, model_dir)
 
 

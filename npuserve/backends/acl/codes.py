@@ -48,6 +48,10 @@ class MemoryAttribute(IntEnum):
     HBM = 1
 
 
+# Flag of an event that streams wait for.
+EVENT_SYNC = 0x1
+
+
 class RunMode(IntEnum):
     """Whether this process runs on the chip itself or on a host with PCIe cards."""
 

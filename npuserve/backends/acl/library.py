@@ -154,19 +154,8 @@ class AclLibrary:
         return value
 
     def discard(self, name: str, *args: Any) -> None:
-        """Make a call that gives something back and returns nothing at all; retried as `release`.
-
-        Raises:
-            AclCallError: it failed twice.
-        """
-        self._recent_error()
-        function = self._function(name)
-        function(*args)
-        if self._recent_error():
-            function(*args)
-            detail = self._recent_error()
-            if detail:
-                raise make_error(name, 0, detail)
+        """Make a call that gives something back, returns nothing and cannot fail."""
+        self._function(name)(*args)
 
     def _recent_error(self) -> str:
         """Text of this thread's last failure; reading clears it."""

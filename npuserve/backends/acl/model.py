@@ -155,8 +155,10 @@ class Dataset(Owned):
         super().__init__()
         self.library = library
         self._buffers: list[int] = []
+        self._shapes: dict[int, int] = {}  # tensor descriptions by input
         with ExitStack() as stack:
             self.handle = library.handle("acl.mdl.create_dataset")
+            stack.callback(self._discard_shapes)
             stack.callback(library.release, "acl.mdl.destroy_dataset", self.handle)
             for pointer, size in blocks:
                 buffer = library.handle("acl.create_data_buffer", pointer, size)
@@ -175,19 +177,23 @@ class Dataset(Owned):
         return address
 
     def set_shape(self, index: int, spec: TensorSpec, shape: Sequence[int]) -> None:
-        """Tell the real shape of input `index` of a dynamic-shape model."""
+        """Tell the real shape of input `index` of a dynamic-shape model; nothing may be running."""
         library = self.library
-        descriptor = library.handle(
+        # A description lives until the next one: nothing says that the dataset keeps a copy.
+        if index in self._shapes:
+            library.discard("acl.destroy_tensor_desc", self._shapes.pop(index))
+        self._shapes[index] = library.handle(
             "acl.create_tensor_desc", spec.acl_datatype, [int(length) for length in shape],
             spec.format,
         )  # fmt: skip
-        try:
-            library.value(
-                "acl.mdl.set_dataset_tensor_desc", self.handle, descriptor, index,
-                context=f"for input '{spec.name}' of shape {list(shape)}",
-            )  # fmt: skip
-        finally:
-            library.discard("acl.destroy_tensor_desc", descriptor)
+        library.value(
+            "acl.mdl.set_dataset_tensor_desc", self.handle, self._shapes[index], index,
+            context=f"for input '{spec.name}' of shape {list(shape)}",
+        )  # fmt: skip
+
+    def _discard_shapes(self) -> None:
+        while self._shapes:
+            self.library.discard("acl.destroy_tensor_desc", self._shapes.popitem()[1])
 
     def shape(self, index: int) -> Dims:
         """Real shape of output `index` after the execution of a dynamic-shape model."""

@@ -273,10 +273,11 @@ class ModelRunner(Owned):
     def _check_compute(self) -> None:
         """Raise what went wrong on the compute stream.
 
-        The copies wait for an event that is recorded after the execution also when that failed,
-        so their stream may know nothing of it.
+        The copies wait for an event that is recorded after the execution also when that failed
+        (streams go on after an error by default), so their stream may know nothing of it. With
+        the next execution under way its end is not waited for; unconfirmed on hardware.
         """
-        if self._running:
+        if self._running and self._library.has("acl.rt.stream_query"):
             self._library.value("acl.rt.stream_query", self._compute.handle)
         else:
             self._compute.synchronize()

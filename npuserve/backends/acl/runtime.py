@@ -160,7 +160,13 @@ class Event(Owned):
     def __init__(self, library: AclLibrary) -> None:
         super().__init__()
         self.library = library
-        self.handle: int = library.value("acl.rt.create_event")
+        # Recorded again and again, so it must be of a kind that need not be reset after each
+        # wait: events of create_event_with_flag would have to be, these cannot be.
+        if library.has("acl.rt.create_event_ex_with_flag"):
+            handle = library.value("acl.rt.create_event_ex_with_flag", codes.EVENT_SYNC)
+        else:
+            handle = library.value("acl.rt.create_event")
+        self.handle: int = handle
         self._stack.callback(library.release, "acl.rt.destroy_event", self.handle)
 
     def record(self, stream: Stream) -> None:

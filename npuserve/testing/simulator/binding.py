@@ -31,11 +31,12 @@ class Entry:
             value without a code.
         bare: what a function without a code returns when it fails.
         hold: keep the GIL while waiting.
+        can_fail: whether a fault may strike; not where the C function returns nothing.
     """
 
     def __init__(
         self, function: Callable[..., Any], name: str, formats: str,
-        failure: tuple[Any, ...] | None, bare: Any, hold: bool,
+        failure: tuple[Any, ...] | None, bare: Any, hold: bool, can_fail: bool,
     ) -> None:  # fmt: skip
         self.function = function
         self.name = name
@@ -45,6 +46,7 @@ class Entry:
         self.failure = failure
         self.bare = bare
         self.hold = hold
+        self.can_fail = can_fail
 
     def __call__(self, *args: Any) -> Any:
         """Behave as the binding does; see the module."""
@@ -60,7 +62,7 @@ class Entry:
         try:
             runtime.check_process()
             with runtime.lock:
-                runtime.strike(self.name)
+                runtime.strike(self.name, self.can_fail)
                 result, until_ns, failure = self._work(runtime, arguments)
             if until_ns is not None:
                 runtime.clock.wait_until(until_ns, self.hold)
@@ -126,20 +128,22 @@ ENTRIES: dict[str, Entry] = {}
 
 def entry(
     name: str, formats: str = "", failure: tuple[Any, ...] | None = (), bare: Any = None,
-    hold: bool = False,
+    hold: bool = False, can_fail: bool = True,
 ) -> Callable[[Function], Function]:  # fmt: skip
     """Register a function of the simulator under its name in `acl`; see `Entry`."""
 
     def decorate(function: Function) -> Function:
-        ENTRIES[name] = Entry(function, name, formats, failure, bare, hold)
+        ENTRIES[name] = Entry(function, name, formats, failure, bare, hold, can_fail)
         return function
 
     return decorate
 
 
-def bare(name: str, formats: str = "", failed: Any = 0) -> Callable[[Function], Function]:
+def bare(
+    name: str, formats: str = "", failed: Any = 0, can_fail: bool = True
+) -> Callable[[Function], Function]:
     """Register a function that returns a value without a code."""
-    return entry(name, formats, failure=None, bare=failed)
+    return entry(name, formats, failure=None, bare=failed, can_fail=can_fail)
 
 
 def build_module(module: ModuleType) -> None:

@@ -100,7 +100,7 @@ def get_soc_name(runtime: Runtime) -> str | None:
     return runtime.options.soc_name if runtime.cards else None
 
 
-@bare("acl.get_recent_err_msg", failed=None)
+@bare("acl.get_recent_err_msg", failed=None, can_fail=False)
 def get_recent_err_msg(runtime: Runtime) -> str | None:
     """Last error of this thread; reading clears it."""
     return runtime.last_error
@@ -169,7 +169,7 @@ def create_tensor_desc(runtime: Runtime, datatype: int, dims: list[int], format_
     return runtime.register(desc, "tensor description", "acl.create_tensor_desc")
 
 
-@bare("acl.destroy_tensor_desc", "k", failed=None)
+@bare("acl.destroy_tensor_desc", "k", failed=None, can_fail=False)
 def destroy_tensor_desc(runtime: Runtime, handle: int) -> None:
     """Destroy a description."""
     runtime.drop(handle, TensorDesc)

@@ -163,6 +163,7 @@ class Event:
     handle: int
     context: Context
     task: Task | None = None
+    needs_reset: bool = False  # before it is recorded again
 
 
 @dataclass(eq=False)

@@ -14,6 +14,8 @@ from npuserve.testing.simulator.faults import RefusedError
 if TYPE_CHECKING:
     from npuserve.testing.simulator.runtime import Runtime
 
+_EVENT_SYNC = 0x1
+
 # Making and destroying.
 
 
@@ -84,8 +86,10 @@ def create_event(runtime: Runtime) -> int:
 
 @entry("acl.rt.create_event_with_flag", "i", failure=(0,))
 def create_event_with_flag(runtime: Runtime, flag: int) -> int:
-    """An event."""
-    return create_event(runtime)
+    """An event; with ACL_EVENT_SYNC one that has to be reset before it is recorded again."""
+    handle = create_event(runtime)
+    runtime.event(handle).needs_reset = bool(flag & _EVENT_SYNC)
+    return handle
 
 
 @entry("acl.rt.create_event_ex_with_flag", "i", failure=(0,))
@@ -136,14 +140,19 @@ def stream_query(runtime: Runtime, handle: int) -> int:
 def record_event(runtime: Runtime, handle: int, stream_handle: int) -> None:
     """The event happens when the stream gets there."""
     event = runtime.event(handle)
+    if event.needs_reset and event.task is not None:
+        raise RefusedError(107000, "the event was not reset since it was recorded")
     event.task = runtime.stream(stream_handle).mark(runtime.clock.now_ns())
 
 
 @entry("acl.rt.reset_event", "kk")
 def reset_event(runtime: Runtime, handle: int, stream_handle: int) -> None:
-    """The event has not happened."""
+    """The event has not happened. Only for those of `create_event_with_flag(ACL_EVENT_SYNC)`."""
     runtime.stream(stream_handle)
-    runtime.event(handle).task = None
+    event = runtime.event(handle)
+    if not event.needs_reset:
+        raise RefusedError(107000, "reset_event is undefined for this kind of event")
+    event.task = None
 
 
 @entry("acl.rt.query_event_status", "k", failure=(0,))

@@ -72,12 +72,12 @@ class Runtime:
         if os.getpid() != self._pid:
             raise RefusedError(_FORKED, "the runtime was initialised before this process forked")
 
-    def strike(self, call: str) -> None:
+    def strike(self, call: str, can_fail: bool) -> None:
         """Count a call, and fail it if that was asked for."""
         self.calls[call] += 1
         self.log.append(call)
         for fault in self.faults:
-            if fault.strikes(call):
+            if fault.strikes(call) and can_fail:
                 raise RefusedError(fault.code, f"EE9999: {call} was made to fail")
 
     @property

@@ -271,6 +271,22 @@ def test_events_are_checked(acl: Any) -> None:
     assert acl.rt.stream_wait_event(stream, event) == 107017
 
 
+def test_kinds_of_events_differ_in_being_recorded_again(acl: Any) -> None:
+    """With ACL_EVENT_SYNC a reset is needed; the other kinds cannot be reset."""
+    stream, _ = acl.rt.create_stream()
+    plain, _ = acl.rt.create_event()
+    extended, _ = acl.rt.create_event_ex_with_flag(1)
+    for event in (plain, extended):
+        assert acl.rt.record_event(event, stream) == 0
+        assert acl.rt.record_event(event, stream) == 0
+        assert acl.rt.reset_event(event, stream) == 107000
+    flagged, _ = acl.rt.create_event_with_flag(1)
+    assert acl.rt.record_event(flagged, stream) == 0
+    assert acl.rt.record_event(flagged, stream) == 107000
+    assert acl.rt.reset_event(flagged, stream) == 0
+    assert acl.rt.record_event(flagged, stream) == 0
+
+
 def test_waiting_may_time_out(acl: Any, static_om: str) -> None:
     """507046 for a stream, 507047 for an event."""
     model = Loaded(acl, static_om)
