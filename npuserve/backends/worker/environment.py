@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from npuserve.backends.base import BackendModelContext, Placement
 
 _MODEL_DIRECTORY = "$$TRITON_MODEL_DIRECTORY"
+_VISIBLE_DEVICES = "ASCEND_RT_VISIBLE_DEVICES"
 
 
 def interpreter_of(context: BackendModelContext, archive: Path | None = None) -> Interpreter:
@@ -89,7 +90,7 @@ def worker_environment(context: BackendModelContext, placement: Placement) -> di
     """Variables added to a worker's environment.
 
     Any parameter `env.<NAME>` of the model is one. An instance placed on a card sees just that
-    card if `restrict_visible_devices` is "true"; it is number 0 for it then.
+    card if `restrict_visible_devices` is "true"; it is number 0 for it then (`device_number`).
     """
     parameters = context.parameters
     environment = {
@@ -99,5 +100,17 @@ def worker_environment(context: BackendModelContext, placement: Placement) -> di
     }
     restrict = parameters.get("restrict_visible_devices", "false").lower() == "true"
     if restrict and placement.kind == "GPU":
-        environment["ASCEND_RT_VISIBLE_DEVICES"] = str(placement.device_id)
+        environment[_VISIBLE_DEVICES] = _physical_id(placement.device_id)
     return environment
+
+
+def _physical_id(device_id: int) -> str:
+    """The card's number on the machine, as the variable wants it even below a restricted server."""
+    visible = os.environ.get(_VISIBLE_DEVICES, "")
+    ids = [part.strip() for part in visible.split(",") if part.strip()]
+    return ids[device_id] if device_id < len(ids) else str(device_id)
+
+
+def device_number(placement: Placement, environment: dict[str, str]) -> int:
+    """The number under which an instance with this environment sees its card."""
+    return 0 if _VISIBLE_DEVICES in environment else placement.device_id

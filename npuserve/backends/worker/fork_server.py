@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import importlib
+import importlib.util
 import os
 import signal
 import socket
@@ -27,14 +28,18 @@ def _adopt_package() -> None:
     """Make `npuserve.backends.worker` importable, and nothing else from where it lies.
 
     Another environment has its own packages; putting our site-packages on its path would mix
-    the two.
+    the two. Where the package is installed already, there is nothing to do.
     """
     worker = os.path.dirname(os.path.abspath(__file__))
     if sys.path and os.path.abspath(sys.path[0]) == worker:
         del sys.path[0]  # put there because this file is run as a script
     backends = os.path.dirname(worker)
+    root = os.path.dirname(backends)
+    installed = importlib.util.find_spec("npuserve")
+    if installed is not None and installed.origin == os.path.join(root, "__init__.py"):
+        return
     for name, path in (
-        ("npuserve", os.path.dirname(backends)),
+        ("npuserve", root),
         ("npuserve.backends", backends),
         ("npuserve.backends.worker", worker),
     ):

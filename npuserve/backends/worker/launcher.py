@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from npuserve.backends.worker.environment import device_number
 from npuserve.backends.worker.process import ForkServer, OutputReader, WorkerProcess
 from npuserve.backends.worker.services import ModelServices
 from npuserve.model_config import config_to_json
@@ -70,6 +71,7 @@ class Launcher:
     def init_message(self) -> dict[str, Any]:
         """Payload of the INIT message."""
         spec = model_spec(self.context, self.placement, self.file)
+        spec["device_id"] = device_number(self.placement, self.environment)
         return {"mode": "serve", "spec": spec, "env": self.environment}
 
     async def start(self, peer: socket.socket) -> tuple[WorkerProcess, OutputReader]:
