@@ -126,7 +126,6 @@ class DynamicBatcher:
         """See `Scheduler.stop`. Nobody can join any more, so nothing waits for a delay."""
         self._stopping = True
         self._rules = replace(self._rules, delay_ns=0)
-        self._regrouping.hold_until_ns = 0
         self._dispatch()
 
     # ---------------------------------------------------------------- starting batches
@@ -162,6 +161,7 @@ class DynamicBatcher:
                 return self._block()
         plan = plan_batch(queue, now_ns, self._rules, self._grow)
         if not plan.count:
+            self._grow = False  # nothing was due when the instance became free
             return self._wait(plan.wait_until_ns)
         if self._is_held(plan, now_ns):
             return self._wait(self._regrouping.hold_until_ns)
@@ -185,7 +185,9 @@ class DynamicBatcher:
     def _is_held(self, plan: Plan, now_ns: int) -> bool:
         """Whether to give the callers who were just answered a moment to join."""
         regrouping = self._regrouping
-        if plan.full or now_ns >= regrouping.hold_until_ns or self._rules.delay_ns:
+        if plan.full or now_ns >= regrouping.hold_until_ns:
+            return False
+        if self._rules.delay_ns or self._stopping:
             return False
         return self._queue.entered < regrouping.target
 
