@@ -101,9 +101,7 @@ class GeBackend(Backend):
         compiled = compile_onnx(path, flags, cache_dir)
         depth = positive_number(parameters, "pipeline_depth", 2)
         return [
-            NpuInstance(
-                context, lambda: compiled, [RunnerOptions(device, depth) for device in devices]
-            )
+            NpuInstance(context, compiled, [RunnerOptions(device, depth) for device in devices])
             for devices in assign_devices(context.placements, parameters)
         ]
 
@@ -160,6 +158,7 @@ def atc_flags(
 
     Raises:
         InvalidArgumentError: static_model without complete dims.
+        UnavailableError: no card tells its chip.
     """
     flags = {
         flag: parameters[option] for option, flag in _GE_OPTIONS.items() if option in parameters
@@ -168,12 +167,27 @@ def atc_flags(
         key.removeprefix("atc."): value for key, value in parameters.items() if key[:4] == "atc."
     }
     if "soc_version" not in flags:
-        flags["soc_version"] = library.ask("acl.get_soc_name", failed=None) or ""
+        flags["soc_version"] = _chip(library)
     if "dynamic_dims" in flags:
         flags.setdefault("input_format", "ND")
     if "input_shape" not in flags:
         flags |= _shape_flags(config, parameters, path)
     return flags
+
+
+def _chip(library: AclLibrary) -> str:
+    """The chip of this machine's cards.
+
+    Raises:
+        UnavailableError: no card is visible.
+    """
+    name: str | None = library.ask("acl.get_soc_name", failed=None)
+    if not name:
+        raise UnavailableError(
+            "no NPU is visible, so the chip to compile for is unknown (see npu-smi info and "
+            "ASCEND_RT_VISIBLE_DEVICES); parameter 'ge.socVersion' would name it"
+        )
+    return name
 
 
 def _shape_flags(config: ModelConfig, parameters: Mapping[str, str], path: Path) -> dict[str, str]:

@@ -28,7 +28,7 @@ from npuserve.response import InferenceResponse
 from npuserve.tensor import ITEM_SIZE, element_count
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from npuserve.backends.acl.model import ModelDescription
 
@@ -69,7 +69,7 @@ class Lane:
 
 @dataclass
 class _Part:
-    """Rows [start, stop) of a group in flight on a lane; lane None: it failed at the start."""
+    """Rows [start, stop) of a group in flight on a lane; both 0 without a batch dimension."""
 
     group: Group
     start: int
@@ -82,20 +82,18 @@ class NpuInstance(PipelinedInstance):
     """See the module.
 
     Args:
-        make_path: gives the model file, in the instance's own thread (`ge` compiles there).
+        path: of the compiled model.
         lanes: where to load it.
     """
 
     def __init__(
         self,
         context: BackendModelContext,
-        make_path: Callable[[], Path],
+        path: Path,
         lanes: Sequence[RunnerOptions],
     ) -> None:
         self._context = context
-        self._make_path = make_path
-        self._lane_options = lanes
-        self._lanes: list[Lane] = []
+        self._lanes = [Lane(path, options) for options in lanes]
         self._parts: deque[_Part] = deque()
         self._groups: dict[int, list[Group]] = {}  # by id(batch), of the submitted batches
         self._batching = context.config.max_batch_size > 0
@@ -109,8 +107,6 @@ class NpuInstance(PipelinedInstance):
 
     def initialize(self) -> None:
         """See `ModelInstance.initialize`."""
-        path = self._make_path()
-        self._lanes = [Lane(path, options) for options in self._lane_options]
         runners = [lane.open() for lane in self._lanes]
         config = self._context.config
         signature = signature_of(runners[0], config)

@@ -58,11 +58,7 @@ class OmBackend(Backend):
         depth = positive_number(context.parameters, "pipeline_depth", 2)
         cube, vector = parse_cores(context.parameters.get("aicore_num", ""))
         return [
-            NpuInstance(
-                context,
-                lambda: path,
-                [RunnerOptions(placement.device_id, depth, cube, vector)],
-            )
+            NpuInstance(context, path, [RunnerOptions(placement.device_id, depth, cube, vector)])
             for placement in context.placements
         ]
 

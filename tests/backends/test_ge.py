@@ -224,6 +224,15 @@ async def test_without_atc_the_reason_says_so(
     assert "'atc'" in str(error)
 
 
+async def test_without_a_visible_card_the_chip_is_unknown(tmp_path: Path) -> None:
+    """CANN is there, no card is: the reason says how to compile all the same."""
+    affine(tmp_path, ["n", 3])
+    with simulate(cards=0):
+        error = await load_error(tmp_path)
+        assert isinstance(error, UnavailableError)
+        assert "ge.socVersion" in str(error)
+
+
 # Cards.
 
 

@@ -157,7 +157,7 @@ class LanesBackend(Backend):
 
     def load(self, context: BackendModelContext) -> list[ModelInstance]:
         path = model_path(context)
-        return [NpuInstance(context, lambda: path, [RunnerOptions(c) for c in range(self.cards)])]
+        return [NpuInstance(context, path, [RunnerOptions(c) for c in range(self.cards)])]
 
 
 async def test_one_thread_feeds_four_cards(tmp_path: Path) -> None:
