@@ -21,7 +21,7 @@ ARGS ?=
 TESTS ?= tests
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test check lint types format docs models lock clean
+.PHONY: help serve test torch check lint types format docs models lock clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -31,6 +31,8 @@ serve: $(MARKS)/serve $(MODELS)/.$(FETCH_$(EXAMPLE)) ## serve the examples (EXAM
 
 test: $(MARKS)/test models ## run the tests (TESTS=… for some of them)
 	$(BIN)/python -m pytest -q $(TESTS)
+
+torch: $(MARKS)/torch ## install torch, which the tests of the pytorch backend need (large)
 
 check: lint types test ## everything CI runs, and the linters
 
@@ -72,6 +74,9 @@ $(MARKS)/serve: pyproject.toml $(LOCK) | $(MARKS)/venv
 
 $(MARKS)/test: pyproject.toml $(LOCK) | $(MARKS)/venv $(MARKS)/serve
 	$(call install,test)
+
+$(MARKS)/torch: pyproject.toml $(LOCK) | $(MARKS)/venv
+	$(call install,torch)
 
 $(MARKS)/dev: pyproject.toml $(LOCK) | $(MARKS)/test
 	$(call install,dev)
