@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from npuserve.backends.base import ExecutionBatch, LoopInstance
@@ -178,9 +179,7 @@ class WorkerInstance(LoopInstance):
         self._batches[batch_id] = batch
         connection.send(wire.EXECUTE, (batch_id, items))
         if self._settings.execute_timeout_s:
-            self._deadlines[batch_id] = self._loop.call_later(
-                self._settings.execute_timeout_s, self._execute_timed_out
-            )
+            self._set_deadlines()
 
     def hold(self, held: bool) -> None:
         """See `LoopInstance.hold`."""
@@ -196,6 +195,14 @@ class WorkerInstance(LoopInstance):
 
     def _open_batches(self) -> list[tuple[int, ExecutionBatch]]:
         return [(batch_id, batch) for batch_id, (batch, _) in self._open.items()]
+
+    def _set_deadlines(self) -> None:
+        """Give every batch that is being executed a deadline, but none that waits behind it."""
+        for batch_id in islice(self._batches, self.max_inflight):
+            if batch_id not in self._deadlines:
+                self._deadlines[batch_id] = self._loop.call_later(
+                    self._settings.execute_timeout_s, self._execute_timed_out
+                )
 
     def _execute_timed_out(self) -> None:
         self._timed_out = True
@@ -217,6 +224,7 @@ class WorkerInstance(LoopInstance):
         batch = self._batches.pop(batch_id)
         if self._deadlines:
             self._end_deadline(batch_id)
+            self._set_deadlines()
         batch.set_times(input_ready_ns, output_ready_ns)
         if failure is not None:
             batch.done(error_of(failure))
