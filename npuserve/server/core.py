@@ -116,6 +116,7 @@ class InferenceServer:
             self.cache.close()
         await self._stack.aclose()
         self.buffer_pool.close()
+        self.clock.close()
 
     def spawn(self, coroutine: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         """Run background work that the server owns; it must handle its own errors."""

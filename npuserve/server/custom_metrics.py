@@ -11,12 +11,15 @@ from __future__ import annotations
 import bisect
 import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from prometheus_client import Metric
 
 from npuserve.errors import AlreadyExistsError, InvalidArgumentError, NotFoundError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
 
 KINDS = ("COUNTER", "GAUGE", "HISTOGRAM")
 _METRIC_NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")

@@ -10,7 +10,6 @@ ValidateInstanceGroup.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from npuserve._proto.model_config_pb2 import ModelInstanceGroup
@@ -18,6 +17,8 @@ from npuserve.backends.base import Placement
 from npuserve.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
     from npuserve.model_config import ModelConfig
 
 logger = logging.getLogger(__name__)

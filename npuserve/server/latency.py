@@ -11,7 +11,10 @@ import math
 import random
 import time
 from collections import deque
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 _WINDOW_NS = 60_000_000_000
 _AGE_NS = _WINDOW_NS // 5  # the window moves on in fifths

@@ -7,10 +7,13 @@ polls, as Triton has, would show the same numbers.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from prometheus_client import Metric
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 _PROC = Path("/proc")
 

@@ -5,12 +5,13 @@ Names and HELP texts are Triton's. Source: Triton core src/metrics.cc, src/infer
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 from npuserve.server.statistics import FailureReason
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
     from npuserve.server.statistics import ModelStatistics
 
 

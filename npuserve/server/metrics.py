@@ -11,7 +11,6 @@ it as a collector of his own registry.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -37,6 +36,8 @@ from npuserve.server.response_cache import LocalStore
 from npuserve.server.statistics import FailureReason
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
     from npuserve.model_config import ModelConfig
     from npuserve.server.core import InferenceServer
     from npuserve.server.model import Model

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -19,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 from npuserve.errors import UnavailableError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
     from npuserve.request import InferenceRequest
 
 

@@ -9,13 +9,14 @@ Source: Triton core src/rate_limiter.cc.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from npuserve.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
     from npuserve.flag_values import RateLimitResource
     from npuserve.model_config import ModelConfig
     from npuserve.options import ServerOptions

@@ -12,7 +12,6 @@ import logging
 import os
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Protocol
@@ -26,6 +25,8 @@ from npuserve.server.execution import reject
 from npuserve.tensor import Buffer, Tensor
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
     from npuserve.options import ServerOptions
     from npuserve.request import InferenceRequest, ResponseCallback
     from npuserve.server.response_order import ResponseOrder

@@ -6,11 +6,13 @@ src/tracer.cc.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from npuserve.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 LEVELS = ("OFF", "TIMESTAMPS", "TENSORS", "MIN", "MAX")
 
