@@ -46,8 +46,8 @@ class PrivateNamespace(importlib.abc.MetaPathFinder):
 
     A package of a unique name stands for the directory. Code in it gets an `__import__` of its
     own, which looks into the directory first, so two models may both `import utils`. What this
-    cannot separate: sys.path, os.environ, the working directory, stdout, logging, and modules imported by
-    `importlib.import_module` with a plain name.
+    cannot separate: sys.path, os.environ, the working directory, stdout, the configuration of
+    logging, and modules imported by `importlib.import_module` with a plain name.
     """
 
     _numbers = itertools.count(1)
