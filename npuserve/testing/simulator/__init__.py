@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 __all__ = ["SimulatorOptions", "install", "simulate"]
 
 _HERE = Path(__file__).parent
+_PYTHON = "NPUSERVE_SIMULATOR_PYTHON"  # what the commands in bin/ run with
+_VARIABLES = (VARIABLE, _PYTHON, "PYTHONPATH", "PATH")
 _MODULES = ("acl", "ais_bench", "ais_bench.infer", "ais_bench.infer.interface")
 
 
@@ -75,7 +77,7 @@ def install(cards: int = 1, options: SimulatorOptions | None = None) -> Runtime:
 def _set_environment(options: SimulatorOptions) -> None:
     environment = os.environ
     environment[VARIABLE] = options.to_environment()
-    environment["NPUSERVE_SIMULATOR_PYTHON"] = sys.executable
+    environment[_PYTHON] = sys.executable
     package_root = str(_HERE.parents[2])
     environment["PYTHONPATH"] = _prepended(
         environment.get("PYTHONPATH", ""), str(_HERE / "site"), package_root
@@ -94,7 +96,7 @@ def simulate(cards: int = 1, **options: Any) -> Iterator[Runtime]:
 
     Everything is put back afterwards; what leaked can still be asked.
     """
-    environment = dict(os.environ)
+    environment = {name: os.environ.get(name) for name in _VARIABLES}
     path = list(sys.path)
     former = runtime_module.replace(None)
     try:
@@ -105,6 +107,9 @@ def simulate(cards: int = 1, **options: Any) -> Iterator[Runtime]:
         for name in _MODULES:
             sys.modules.pop(name, None)
         sys.path[:] = path
-        os.environ.clear()
-        os.environ.update(environment)
+        for variable, value in environment.items():
+            if value is None:
+                os.environ.pop(variable, None)
+            else:
+                os.environ[variable] = value
         devices.forget()

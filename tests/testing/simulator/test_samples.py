@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import itertools
 import threading
 import warnings
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from npuserve.testing.simulator import simulate
 from npuserve.testing.simulator.module import function_names
 from npuserve.testing.simulator.runtime import Runtime
 from tests.testing.simulator.conftest import Loaded
@@ -254,3 +257,34 @@ def test_events_measure_modelled_time(acl: Any, static_om: str) -> None:
     elapsed, ret = acl.rt.event_elapsed_time(start, end)
     assert ret == 0
     assert elapsed == pytest.approx(2.0, abs=0.5)
+
+
+def test_who_waits_with_the_gil(static_om: str) -> None:
+    """`execute` stops the whole process, `synchronize_stream` only its thread."""
+    progress = {}
+    with simulate(device_ms=200):
+        acl: Any = importlib.import_module("acl")
+        assert acl.init() == 0
+        assert acl.rt.set_device(0) == 0
+        model = Loaded(acl, static_om)
+        for name in ("execute", "execute_async"):
+            counter = itertools.count()
+            stop = threading.Event()
+            thread = threading.Thread(target=count_until, args=(counter, stop))
+            thread.start()
+            before = next(counter)
+            if name == "execute":
+                assert acl.mdl.execute(model.id, model.inputs, model.outputs) == 0
+            else:
+                assert acl.mdl.execute_async(model.id, model.inputs, model.outputs, 0) == 0
+                assert acl.rt.synchronize_stream(0) == 0
+            progress[name] = next(counter) - before
+            stop.set()
+            thread.join()
+    assert progress["execute_async"] > 3 * progress["execute"]
+
+
+def count_until(counter: Any, stop: threading.Event) -> None:
+    """Count as fast as the GIL lets this thread."""
+    while not stop.is_set():
+        next(counter)
