@@ -34,6 +34,7 @@ _PORTS = {f"{service}_port": 0 for service in ("http", "grpc", "metrics")}
 _FRONT_ENDS = {"HttpServer": "http", "GrpcServer": "grpc", "MetricsServer": "metrics"}
 # Written by app.py for each listener, as tritonserver does; log scrapers wait for the same lines.
 _STARTED = re.compile(r"Started (HTTPService|GRPCInferenceService|Metrics Service) at \S+:(\d+)")
+_SWITCHED_OFF = re.compile(r"--allow-(http|grpc|metrics)=(false|off|0)")
 _LOG_NAMES = {"HTTPService": "http", "GRPCInferenceService": "grpc", "Metrics Service": "metrics"}
 
 
@@ -119,7 +120,7 @@ def serve(*repositories: str | Path, **options: Any) -> Iterator[RunningServer]:
 @contextmanager
 def serve_process(
     *repositories: str | Path,
-    flags: Iterable[str] = (),
+    flags: Sequence[str] = (),
     env: Mapping[str, str] | None = None,
 ) -> Iterator[ServerProcess]:
     """Run `npuserve` as a command; SIGTERM on exit, and its exit code must then be 0.
@@ -145,11 +146,12 @@ def serve_process(
     log: list[str] = []
     ports: dict[str, int] = {}
     ready = threading.Event()
-    reader = threading.Thread(target=_read_log, args=(process.stdout, log, ports, ready))
+    services = _services(flags)
+    reader = threading.Thread(target=_read_log, args=(process.stdout, log, ports, services, ready))
     reader.start()
     try:
         ready.wait()
-        if process.poll() is not None or len(ports) < len(_expected(flags)):
+        if len(ports) < services:
             process.wait()
             raise InternalError(f"the server ended with code {process.returncode}:\n{''.join(log)}")
         yield ServerProcess(**ports, process=process, log=log)
@@ -205,21 +207,25 @@ def _reasons(core: InferenceServer, names: Iterable[str]) -> str:
     )
 
 
-def _expected(flags: Iterable[str]) -> set[str]:
-    """Services that will report a port."""
-    off = {flag.removeprefix("--allow-").removesuffix("=false") for flag in flags}
-    return {"http", "grpc", "metrics"} - off
+def _services(flags: Iterable[str]) -> int:
+    """How many services will report a port."""
+    return len(_LOG_NAMES) - len({flag for flag in flags if _SWITCHED_OFF.fullmatch(flag)})
 
 
 def _read_log(
-    stream: IO[str], log: list[str], ports: dict[str, int], ready: threading.Event
+    stream: IO[str],
+    log: list[str],
+    ports: dict[str, int],
+    services: int,
+    ready: threading.Event,
 ) -> None:
+    """Collect lines and ports; `ready` is set when all services listen, or at the end."""
     for line in stream:
         log.append(line)
         match = _STARTED.search(line)
         if match:
             service, port = match.groups()
             ports[f"{_LOG_NAMES[service]}_port"] = int(port)
-            if service == "Metrics Service":  # the last one to start
+            if len(ports) == services:
                 ready.set()
     ready.set()

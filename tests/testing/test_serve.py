@@ -80,6 +80,14 @@ def test_a_process_of_its_own(repository: Path) -> None:
     assert server.process.returncode == 0
 
 
+def test_a_process_without_metrics_and_grpc(repository: Path) -> None:
+    """It is ready when the services that are left listen."""
+    flags = ["--allow-metrics=false", "--allow-grpc=false"]
+    with serve_process(repository, flags=flags) as server:
+        assert httpx.get(f"http://{server.http_url}/v2/health/ready").status_code == 200
+        assert (server.grpc_port, server.metrics_port) == (0, 0)
+
+
 def test_a_process_that_cannot_start_shows_its_log(repository: Path) -> None:
     """The error is in the text."""
     flags = ["--no-such-flag=1"]
