@@ -22,6 +22,7 @@ import numpy as np
 
 from npuserve.backends.base import Backend, BackendModelContext, ExecutionBatch, ModelInstance
 from npuserve.backends.batch_arrays import batch_element_ranges, split_by_inputs
+from npuserve.backends.batch_input import BatchTensors, join_ragged
 from npuserve.backends.model_signature import (
     DEFAULT_MAX_BATCH_SIZE,
     complete_config,
@@ -47,6 +48,8 @@ from npuserve.tensor import Tensor
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from numpy.typing import NDArray
 
     from npuserve.backends.base import Placement
     from npuserve.request import InferenceRequest
@@ -115,6 +118,7 @@ class PytorchInstance(ModelInstance):
         self._outputs: dict[str, str] = {}  # datatype by name
         self._output_positions: list[int] | None = None
         self._states = scheduler_output_names(context.config)
+        self._batch_tensors = BatchTensors(context.config)
 
     def initialize(self) -> None:
         """See `ModelInstance.initialize`."""
@@ -192,22 +196,34 @@ class PytorchInstance(ModelInstance):
         self._answer(batch, requests, outputs)
 
     def _feeds(self, requests: Sequence[InferenceRequest]) -> dict[str, Any]:
+        """Torch tensors with memory of their own, which the model may write to."""
+        made = self._batch_tensors.inputs(requests)
         feeds: dict[str, Any] = {}
         for name in self._order:
-            if name in requests[0].inputs:
-                feeds[name] = self._feed([request.inputs[name] for request in requests])
+            if name in made:
+                feeds[name] = self._on_device(made[name], "")
+            elif name in requests[0].inputs:
+                tensors = [request.inputs[name] for request in requests]
+                feeds[name] = self._on_device(self._joined(name, tensors), tensors[0].datatype)
             elif not self._by_name or self._module.positional is not None:
                 raise InvalidArgumentError(f"input '{name}' is missing; the model needs it")
         return feeds
 
-    def _feed(self, tensors: Sequence[Tensor]) -> Any:
-        """A torch tensor with memory of its own, which the model may write to."""
-        torch = runtime()
+    def _joined(self, name: str, tensors: Sequence[Tensor]) -> NDArray[Any]:
+        if name in self._batch_tensors.ragged:
+            return join_ragged(tensors)
         arrays = [tensor.as_numpy() for tensor in tensors]
-        array = np.concatenate(arrays) if len(arrays) > 1 else arrays[0].copy()
-        datatype = tensors[0].datatype
+        return np.concatenate(arrays) if len(arrays) > 1 else arrays[0]
+
+    def _on_device(self, array: NDArray[Any], datatype: str) -> Any:
+        torch = runtime()
         if datatype == "BYTES":
-            return [element.decode() for element in array.reshape(-1)]
+            try:
+                return [element.decode() for element in array.reshape(-1)]
+            except UnicodeDecodeError as error:
+                raise InvalidArgumentError(f"TorchScript takes text as UTF-8: {error}") from error
+        if array.base is not None:  # a view of the request
+            array = array.copy()
         if datatype == "BF16":
             return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16).to(self._device)
         return torch.from_numpy(array).to(self._device)
@@ -267,21 +283,30 @@ class PytorchInstance(ModelInstance):
         requests: Sequence[InferenceRequest],
         outputs: dict[str, Tensor],
     ) -> None:
-        ranges = batch_element_ranges(requests) if self._batching else [slice(None)]
-        arrays = {name: tensor.as_numpy() for name, tensor in outputs.items()}
-        rows = sum(request.batch_size for request in requests) if self._batching else None
-        for request, own in zip(requests, ranges, strict=True):
+        parts = {name: self._cut(name, tensor, requests) for name, tensor in outputs.items()}
+        for index, request in enumerate(requests):
             wanted = request.requested_outputs
-            response = InferenceResponse([])
-            for name, array in arrays.items():
-                if wanted and name not in wanted and name not in self._states:
-                    continue
-                if rows is not None and array.shape[0] != rows:
-                    raise InternalError(
-                        f"output '{name}' has {array.shape[0]} rows for a batch of {rows}"
-                    )
-                response.outputs.append(Tensor.from_numpy(name, array[own], outputs[name].datatype))
-            batch.send(request, response)
+            tensors = [
+                Tensor.from_numpy(name, arrays[index], outputs[name].datatype)
+                for name, arrays in parts.items()
+                if not wanted or name in wanted or name in self._states
+            ]
+            batch.send(request, InferenceResponse(tensors))
+
+    def _cut(
+        self, name: str, tensor: Tensor, requests: Sequence[InferenceRequest]
+    ) -> list[NDArray[Any]]:
+        """The part of an output of the whole batch that belongs to each request."""
+        array = tensor.as_numpy()
+        if not self._batching:
+            return [array]
+        scattered = self._batch_tensors.scatter(name, array, requests)
+        if scattered is not None:
+            return scattered
+        rows = sum(request.batch_size for request in requests)
+        if array.shape[0] != rows:
+            raise InternalError(f"output '{name}' has {array.shape[0]} rows for a batch of {rows}")
+        return [array[own] for own in batch_element_ranges(requests)]
 
 
 def _is_text(value: Any) -> bool:

@@ -190,6 +190,46 @@ def forward(self, x):
         assert answer.array("y").tolist() == [0x4000, 0x40C0]  # 2, 6
 
 
+async def test_text_that_is_no_utf_8_is_refused(tmp_path: Path) -> None:
+    """TorchScript has no bytes."""
+    function = """
+def forward(self, words: List[str]):
+    return words
+"""
+    text = (
+        'input { name: "words" data_type: TYPE_STRING dims: -1 }'
+        'output { name: "out" data_type: TYPE_STRING dims: -1 }'
+    )
+    async with serve(scripted(tmp_path, function), text) as driver:
+        (answer,) = await driver.infer({"words": np.array([b"\xff"], np.object_)})
+        assert isinstance(answer.error, InvalidArgumentError)
+
+
+async def test_ragged_inputs_share_a_batch(tmp_path: Path) -> None:
+    """The model gets one row of elements and where each request ends; its output is cut back."""
+    function = """
+def forward(self, x, ends):
+    return x * 2 + ends.sum()
+"""
+    text = """
+        max_batch_size: 4
+        input { name: "x" data_type: TYPE_FP32 dims: -1 allow_ragged_batch: true }
+        output { name: "y" data_type: TYPE_FP32 dims: -1 }
+        batch_input {
+            kind: BATCH_ACCUMULATED_ELEMENT_COUNT target_name: "ends" data_type: TYPE_FP32
+            source_input: "x"
+        }
+        batch_output {
+            target_name: "y" kind: BATCH_SCATTER_WITH_INPUT_SHAPE source_input: "x"
+        }
+    """
+    async with serve(scripted(tmp_path, function), text) as driver:
+        one, two = np.ones((1, 2), np.float32), np.ones((1, 3), np.float32)
+        first, second = await driver.infer({"x": one}, {"x": two})
+        np.testing.assert_array_equal(first.array("y"), 2 * one + 7)
+        np.testing.assert_array_equal(second.array("y"), 2 * two + 7)
+
+
 async def test_a_wrong_output_type_is_named(tmp_path: Path) -> None:
     """Configured as INT64, returned as FP32."""
     text = TWO_INPUTS + 'output { name: "OUTPUT0" data_type: TYPE_INT64 dims: 4 }'
