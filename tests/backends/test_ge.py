@@ -218,8 +218,9 @@ async def test_without_atc_the_reason_says_so(
     tmp_path: Path, machine: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The runtime package without the toolkit."""
-    monkeypatch.setenv("PATH", "/usr/bin:/bin")
-    error = await load_error(affine(tmp_path, ["n", 3]))
+    with monkeypatch.context() as patch:  # put back before the machine is
+        patch.setenv("PATH", "/usr/bin:/bin")
+        error = await load_error(affine(tmp_path, ["n", 3]))
     assert isinstance(error, UnavailableError)
     assert "'atc'" in str(error)
 
