@@ -28,7 +28,8 @@ from npuserve.backends.atc import compile_onnx, default_cache_dir, find_atc
 from npuserve.backends.base import Backend, BackendModelContext
 from npuserve.backends.model_signature import DEFAULT_MAX_BATCH_SIZE, complete_config
 from npuserve.backends.npu_instance import NpuInstance
-from npuserve.backends.om import is_complete, positive_number
+from npuserve.backends.npu_signature import complete_scheduler, is_complete
+from npuserve.backends.om import positive_number
 from npuserve.backends.onnx_graph import read_signature
 from npuserve.errors import InvalidArgumentError, NotFoundError, UnavailableError
 
@@ -76,6 +77,7 @@ class GeBackend(Backend):
         """See `Backend.auto_complete`. Reads the ONNX file only."""
         path = onnx_path(context)
         if is_complete(context.config):
+            complete_scheduler(context.config)
             return
         default = context.backend_options.get("default-max-batch-size")
         if merged_parameters(context).get("static_model") == "1":

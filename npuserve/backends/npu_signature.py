@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from npuserve.backends.acl.model import ModelKind
 from npuserve.backends.model_signature import DEFAULT_MAX_BATCH_SIZE, ModelSignature, ModelTensor
@@ -65,3 +65,17 @@ def output_names(outputs: Sequence[TensorSpec], config: ModelConfig) -> list[str
     if configured and len(configured) == len(names) and not set(configured) & set(names):
         return configured
     return names
+
+
+def is_complete(config: ModelConfig) -> bool:
+    """Whether the configuration leaves nothing to fill from the file."""
+    tensors: list[Any] = [*config.input, *config.output]
+    return bool(config.input and config.output) and all(
+        tensor.data_type and (tensor.dims or tensor.HasField("reshape")) for tensor in tensors
+    )
+
+
+def complete_scheduler(config: ModelConfig) -> None:
+    """Batch dynamically if the model can and nothing else is said, as `complete_config` does."""
+    if config.max_batch_size > 1 and config.WhichOneof("scheduling_choice") is None:
+        config.dynamic_batching.preferred_batch_size.append(config.max_batch_size)

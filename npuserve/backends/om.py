@@ -11,7 +11,7 @@ Parameters in config.pbtxt:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from npuserve.backends.acl.library import load_library
 from npuserve.backends.acl.runner import ModelRunner, RunnerOptions
@@ -19,7 +19,12 @@ from npuserve.backends.ais_bench import AisBenchInstance, complete_from_session
 from npuserve.backends.base import Backend, BackendModelContext
 from npuserve.backends.model_signature import complete_config
 from npuserve.backends.npu_instance import NpuInstance
-from npuserve.backends.npu_signature import default_batch, signature_of
+from npuserve.backends.npu_signature import (
+    complete_scheduler,
+    default_batch,
+    is_complete,
+    signature_of,
+)
 from npuserve.errors import InvalidArgumentError, NotFoundError
 
 if TYPE_CHECKING:
@@ -27,7 +32,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from npuserve.backends.base import ModelInstance
-    from npuserve.model_config import ModelConfig
 
 _DEFAULT_FILENAME = "model.om"
 
@@ -39,6 +43,7 @@ class OmBackend(Backend):
         """See `Backend.auto_complete`. Loads the file unless the configuration is complete."""
         path = model_path(context)
         if is_complete(context.config):
+            complete_scheduler(context.config)
             return
         device_id = context.placements[0].device_id if context.placements else 0
         if engine_of(context) == "ais_bench":
@@ -104,14 +109,6 @@ def complete_from_file(context: BackendModelContext, path: Path, device_id: int)
             signature_of(runner, context.config),
             default_batch(runner, None if default is None else int(default)),
         )
-
-
-def is_complete(config: ModelConfig) -> bool:
-    """Whether the configuration leaves nothing to fill from the file."""
-    tensors: list[Any] = [*config.input, *config.output]
-    return bool(config.input and config.output) and all(
-        tensor.data_type and (tensor.dims or tensor.HasField("reshape")) for tensor in tensors
-    )
 
 
 def positive_number(parameters: Mapping[str, str], name: str, default: int) -> int:

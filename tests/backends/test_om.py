@@ -308,6 +308,22 @@ async def test_the_full_name_of_an_output_may_be_configured(
         assert result.shape == (1, 3)
 
 
+async def test_a_complete_configuration_batches_dynamically_too(
+    tmp_path: Path, machine: Runtime
+) -> None:
+    """The file need not be read for it; another scheduler is left alone."""
+    tensors = (
+        'input { name: "x" data_type: TYPE_FP32 dims: 3 }'
+        'output { name: "y" data_type: TYPE_FP32 dims: 3 }'
+    )
+    async with serve(batch_om(tmp_path), f"max_batch_size: 4 {tensors}") as driver:
+        assert list(driver.context.config.dynamic_batching.preferred_batch_size) == [4]
+        assert machine.calls["acl.mdl.load_from_file"] == 1
+    sequences = "sequence_batching { }"
+    async with serve(tmp_path, f"max_batch_size: 4 {tensors} {sequences}") as driver:
+        assert not driver.context.config.HasField("dynamic_batching")
+
+
 async def test_a_wrong_datatype_is_refused(tmp_path: Path, machine: Runtime) -> None:
     """The configuration says INT32, the file FP32."""
     text = 'input { name: "x" data_type: TYPE_INT32 dims: 3 }'
