@@ -97,6 +97,40 @@ async def test_a_batch_beyond_the_largest_gear_is_split(tmp_path: Path, machine:
         assert machine.calls["acl.mdl.execute_async"] == 3
 
 
+@pytest.mark.parametrize("kind", ["gears", "dynamic"])
+async def test_any_mix_of_requests_comes_back_to_its_owners(
+    tmp_path: Path, machine: Runtime, kind: str
+) -> None:
+    """Random numbers of requests, rows and (dynamic shapes) lengths in one batch."""
+    if kind == "gears":
+        batch_om(tmp_path)
+    else:
+        compile_om(affine(tmp_path, ["n", "l"]))
+    random = np.random.default_rng(7)
+    async with serve(tmp_path, "max_batch_size: 64") as driver:
+        for _ in range(30):
+            widths = [3 if kind == "gears" else int(random.integers(1, 4)) for _ in range(6)]
+            counts = random.integers(1, 8, size=int(random.integers(1, 6)))
+            arrays = [
+                random.standard_normal((int(n), width), np.float32)
+                for n, width in zip(counts, widths, strict=False)
+            ]
+            await check_affine(driver, *arrays)
+
+
+async def test_a_request_may_ask_for_some_outputs(tmp_path: Path, machine: Runtime) -> None:
+    """Only those are copied and returned."""
+    onnx_models.sum_and_difference(tmp_path, ("n", 4))
+    compile_om(tmp_path, "--input_shape=INPUT0:-1,4;INPUT1:-1,4", "--dynamic_batch_size=1,4")
+    async with serve(tmp_path) as driver:
+        one, two = rows(2, 4), rows(2, 4, seed=1)
+        (answer,) = await driver.infer({"INPUT0": one, "INPUT1": two}, outputs=["OUTPUT1"])
+        assert [tensor.name for tensor in answer.responses[0].outputs] == ["OUTPUT1"]
+        np.testing.assert_array_equal(answer.array("OUTPUT1"), one - two)
+        (answer,) = await driver.infer({"INPUT0": one})
+        assert "input 'INPUT1' is missing" in str(answer.error)
+
+
 async def test_static_batch_is_padded_and_split(tmp_path: Path, machine: Runtime) -> None:
     """A model compiled for four rows serves one row and six rows."""
     compile_om(affine(tmp_path, ["n", 3]), "--input_shape=x:4,3")
