@@ -45,7 +45,7 @@ ALLOWED: list[tuple[str, set[str]]] = [
     ),
     (  # SageMaker names the models of a folder itself, so their config.pbtxt is read and renamed
         "npuserve.protocol.http.sagemaker_models",
-        {"npuserve.protocol.http", "npuserve.model_repository.pbtxt"},
+        {"npuserve.protocol.http", "npuserve.server", "npuserve.model_repository.pbtxt"},
     ),
     ("npuserve.protocol.http", {"npuserve.protocol", "npuserve.server", "npuserve.log"}),
     ("npuserve.protocol.grpc", {"npuserve.protocol", "npuserve.server", "npuserve.log"}),
