@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 from npuserve.buffer_pool import LARGE_TENSOR_BYTES
 from npuserve.errors import InvalidArgumentError, NpuserveError, UnavailableError
 from npuserve.protocol.http.infer import InferCall
-from npuserve.protocol.http.infer_head import InferHeaders, InferTarget
 from npuserve.protocol.http.reply import Reply
 
 if TYPE_CHECKING:
     from npuserve.protocol.http.infer import InferService
+    from npuserve.protocol.http.infer_head import InferHeaders, InferTarget
     from npuserve.protocol.http.session import HttpSession
     from npuserve.tensor import Buffer
 
@@ -40,9 +40,9 @@ class InferExchange:
     """
 
     __slots__ = (
-        "_begin_ns", "_body", "_call", "_current", "_headers", "_part_bytes", "_parts",
-        "_received", "_refusal", "_service", "_session", "_target", "keep_alive",
-        "response_complete", "unfilled",
+        "_begin_ns", "_body", "_call", "_current", "_part_bytes", "_parts",
+        "_received", "_refusal", "_service", "_session", "headers", "keep_alive",
+        "response_complete", "target", "unfilled",
     )  # fmt: skip
 
     def __init__(
@@ -50,14 +50,14 @@ class InferExchange:
         session: HttpSession,
         service: InferService,
         target: InferTarget,
-        fields: list[tuple[bytes, bytes]],
+        headers: InferHeaders,
         keep_alive: bool,
     ) -> None:
         self._begin_ns = service.trace_ns()
         self._session = session
         self._service = service
-        self._target = target
-        self._headers = InferHeaders(fields)
+        self.target = target
+        self.headers = headers
         self._parts: list[bytes] = []
         self._part_bytes = 0
         self._refusal: NpuserveError | None = None
@@ -73,7 +73,7 @@ class InferExchange:
 
     def prepare(self) -> None:
         """Make room for a large body of a declared length, or refuse it before it comes."""
-        length = self._headers.content_length
+        length = self.headers.content_length
         if length <= LARGE_TENSOR_BYTES or not self._check_size(length):
             return
         try:
@@ -95,9 +95,16 @@ class InferExchange:
 
     def _lease(self, length: int) -> memoryview:
         """A buffer whose tensor data, behind the JSON, are aligned."""
-        given = self._headers.json_length or b""
+        given = self.headers.json_length or b""
         padding = -int(given) % _ALIGNMENT if given.isdigit() and len(given) < 19 else 0
         return self._service.server.buffer_pool.lease(padding + length)[padding:]
+
+    @property
+    def body_bytes(self) -> int:
+        """How much of the body has come."""
+        if self._body is not None:
+            return len(self._body) - len(self.unfilled)
+        return self._part_bytes
 
     def add_body(self, data: bytes) -> None:
         """More of the body, from the parser."""
@@ -141,7 +148,7 @@ class InferExchange:
         self._current = True
         if self._received or self._refusal is not None:
             self._run()
-        elif self._headers.expects_continue:
+        elif self.headers.expects_continue:
             self._session.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def _run(self) -> None:
@@ -149,7 +156,7 @@ class InferExchange:
             self._respond(Reply.from_error(self._refusal))
         elif not self.response_complete:
             self._call = InferCall(
-                self._service, self._target, self._headers, self._respond, self._begin_ns
+                self._service, self.target, self.headers, self._respond, self._begin_ns
             )
             self._call.start(self._take_body())
 

@@ -30,6 +30,7 @@ from npuserve.protocol.http.compression import (
 from npuserve.protocol.http.json_text import parse_json
 from npuserve.protocol.http.large_json import parse_large_json
 from npuserve.protocol.http.reply import BINARY, JSON, Reply, error_body
+from npuserve.protocol.http.templates import InferTemplate, Templates
 from npuserve.request import InferenceRequest
 from npuserve.server.trace import Trace, TraceContext
 
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
     from npuserve.response import InferenceResponse
     from npuserve.server.core import InferenceServer
     from npuserve.server.model import Model
-    from npuserve.tensor import Buffer
+    from npuserve.tensor import Buffer, Tensor
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +69,7 @@ class InferService:
         self.max_input_size = options.http_max_input_size
         self.restrictions = Restrictions(options.http_restricted_api)
         self.forwarding = HeaderForwarding(options.http_header_forward_pattern)
+        self.templates = Templates()
         self.executor = ThreadPoolExecutor(max_workers=2, thread_name_prefix="http-codec")
 
     def trace_ns(self) -> int:
@@ -89,7 +91,7 @@ class InferCall:
 
     __slots__ = (
         "_begin_ns", "_cancelled", "_headers", "_message", "_model", "_request", "_respond",
-        "_response", "_service", "_slices", "_target",
+        "_response", "_service", "_slices", "_target", "_template",
     )  # fmt: skip
 
     def __init__(
@@ -107,6 +109,7 @@ class InferCall:
         self._respond = respond
         self._message: InferMessage
         self._model: Model
+        self._template: InferTemplate | None = None
         self._request: InferenceRequest | None = None
         self._response: InferenceResponse | None = None
         self._slices: dict[str, RegionSlice] = {}
@@ -159,15 +162,26 @@ class InferCall:
             self._check_size(f"Raw input has a byte_size ({len(body)} bytes) that", len(body))
             model = self._model
             specs = model.input_specs
-            self._submit(decode_raw(body, model.name, specs, model.max_batch_size))
+            message = decode_raw(body, model.name, specs, model.max_batch_size)
+            self._submit(message, message.inputs)
             return
-        text = body if length == len(body) else memoryview(body)[:length]
-        binary = memoryview(body)[length:]
+        view = memoryview(body)
+        text, binary = view[:length], view[length:]
         if length < LARGE_DATA_BYTES:
-            self._decode(parse_json(text), binary)
+            self._parse_text(text.tobytes(), binary)
         else:
             self._check_size(f"request JSON size of {length} bytes", length)
             self._in_thread(parse_large_json, text, then=lambda value: self._decode(value, binary))
+
+    def _parse_text(self, text: bytes, binary: memoryview) -> None:
+        templates = self._service.templates
+        template = templates.get(text)
+        if template is not None and template.binary_size == len(binary):
+            self._template = template
+            self._submit(template.message, template.inputs(binary))
+            return
+        document = parse_json(text)
+        self._decode(document, binary, text)
 
     def _check_size(self, what: str, size: int) -> None:
         limit = self._service.max_input_size
@@ -195,26 +209,34 @@ class InferCall:
             )
         return length
 
-    def _decode(self, document: Any, binary: Buffer) -> None:
+    def _decode(self, document: Any, binary: Buffer, text: bytes = b"") -> None:
+        """Go on with parsed JSON; `text` is what it was, if it may be remembered."""
         regions = self._service.shared_memory
-        self._submit(decode_infer(document, binary, self._target.model, regions.read))
-
-    def _submit(self, message: InferMessage) -> None:
-        self._message = message
-        forwarded = self._service.forwarding.parameters(self._headers.fields)
-        if forwarded:
-            message.parameters.update(forwarded)
+        message = decode_infer(document, binary, self._target.model, regions.read)
+        inputs = message.inputs
+        if text and len(binary):
+            self._template = self._service.templates.remember(text, document, message)
         for name, output in message.outputs.items():
             if output.region is not None:
-                self._slices[name] = self._service.shared_memory.acquire(*output.region)
+                self._slices[name] = regions.acquire(*output.region)
+        self._submit(message, inputs)
+
+    def _submit(self, message: InferMessage, inputs: dict[str, Tensor]) -> None:
+        self._message = message
+        # Copied, as others may share the message and the model may keep the parameters.
+        parameters = dict(message.parameters)
+        parameters.update(self._service.forwarding.parameters(self._headers.fields))
+        template = self._template
         self._request = InferenceRequest(
             self._target.model,
-            message.inputs,
+            inputs,
             self._on_response,
             model_version=self._model.version if self._target.version else -1,
             id=message.id,
-            requested_outputs=tuple(message.outputs),
-            parameters=message.parameters or None,
+            requested_outputs=(
+                tuple(message.outputs) if template is None else template.requested_outputs
+            ),
+            parameters=parameters or None,
             correlation_id=message.correlation_id,
             flags=message.flags,
             priority=message.priority,
@@ -260,7 +282,10 @@ class InferCall:
         model = self._request.model if self._request is not None else self._model
         response.model_name = response.model_name or model.name
         response.model_version = response.model_version or str(model.version)
-        if json_output_bytes(response, self._message) < LARGE_DATA_BYTES:
+        known = self._template.reply(response) if self._template is not None else None
+        if known is not None and not self._headers.accept_encoding:
+            self._send(known)
+        elif json_output_bytes(response, self._message) < LARGE_DATA_BYTES:
             self._reply(self._encode(response, model))
         else:
             self._in_thread(self._encode, response, model, then=self._reply)
@@ -287,6 +312,8 @@ class InferCall:
         encoding = choose_encoding(accept.decode("latin-1")) if accept else ""
         reply = Reply(200, parts, content_type, headers)
         if not encoding:
+            if self._template is not None and self._response is not None:
+                self._template.remember_reply(self._response, reply)
             self._send(reply)
             return
         headers.append((b"Content-Encoding", encoding.encode()))

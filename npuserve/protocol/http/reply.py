@@ -29,9 +29,12 @@ class Reply:
     Attributes:
         parts: views are sent as they are; they must not change until the socket took them.
         headers: besides content type and length; names as on the wire.
+
+    Args:
+        known_head: what `head` gives for a connection that is kept, if it is known.
     """
 
-    __slots__ = ("content_type", "headers", "parts", "status")
+    __slots__ = ("_known_head", "content_type", "headers", "parts", "status")
 
     def __init__(
         self,
@@ -39,7 +42,10 @@ class Reply:
         parts: Sequence[Buffer] = (),
         content_type: bytes = JSON,
         headers: Sequence[tuple[bytes, bytes]] = (),
+        *,
+        known_head: bytes = b"",
     ) -> None:
+        self._known_head = known_head
         self.status = status
         self.parts = parts
         self.content_type = content_type
@@ -52,6 +58,8 @@ class Reply:
 
     def head(self, keep_alive: bool) -> bytes:
         """Status line and headers as bytes, the empty line included."""
+        if self._known_head and keep_alive:
+            return self._known_head
         length = sum(map(len, self.parts))
         lines = [
             _STATUS_LINES[self.status],

@@ -15,14 +15,14 @@ import re
 import sys
 import urllib.parse
 from enum import Enum, auto
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from npuserve.buffer_pool import LARGE_TENSOR_BYTES
 from npuserve.protocol.http.exchange import InferExchange
-from npuserve.protocol.http.infer_head import InferTarget
+from npuserve.protocol.http.infer_head import InferHeaders, InferTarget
 from npuserve.protocol.http.reply import Reply, error_body
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ STALL_SECONDS = 120.0  # without a byte of an unfinished body, or without readin
 DISCARD_SECONDS = 2.0  # reading on after a refused body, so that the client sees the reply
 
 MAX_HEAD_BYTES = 64 * 1024
+_MAX_KNOWN_HEAD_BYTES = 4096
 _READ_BYTES = 64 * 1024
 
 
@@ -81,6 +82,18 @@ def _parse_infer_path(url: bytes) -> InferTarget | None:
     return InferTarget(name, (match[2] or b"").decode())
 
 
+class _KnownHead(NamedTuple):
+    """A request head as its client sent it, and what it said.
+
+    The same bytes at the beginning of a request say the same again: clients with a kept
+    connection repeat themselves, and comparing costs a tenth of parsing.
+    """
+
+    text: bytes
+    target: InferTarget
+    headers: InferHeaders
+
+
 class _Phase(Enum):
     """What the next bytes of the client belong to."""
 
@@ -105,6 +118,9 @@ class HttpSession(HttpToolsProtocol):
         self._since = self.loop.time()
         self._paused_since = 0.0  # when the client's buffers were full (loop time)
         self._current: InferExchange | RequestResponseCycle | None = None
+        self._known: _KnownHead | None = None  # of the last infer request
+        self._missing = 0  # bytes of a body that the parser does not see
+        self._begun = 0  # heads the parser has seen
         self._surplus = False  # one connection more than --http-limit-connections
         self._new_parser()
 
@@ -135,20 +151,68 @@ class HttpSession(HttpToolsProtocol):
         if exchange.body_filled(count):
             # The parser did not see this body, so another one goes on after it.
             self._new_parser()
+            self._missing = 0
             self.on_message_complete()
 
     def received(self, data: memoryview) -> None:
-        """Bytes for the parser; it copies what it keeps."""
+        """Bytes of the client; what is kept of them is copied."""
         if self._phase is _Phase.DISCARD or self.transport.is_closing():
+            return
+        if self._phase is _Phase.IDLE:
+            known = self._known
+            if known is not None and data[: len(known.text)].tobytes() == known.text:
+                self._begin_known(known, data[len(known.text) :])
+            else:
+                begun = self._begun
+                self._feed(data)
+                if self._begun == begun + 1:
+                    self._learn_head(data)
             return
         if self._phase is _Phase.BODY:
             self._since = self.loop.time()
+            if self._missing:
+                self._add_known_body(data)
+                return
         elif self._phase is _Phase.HEAD:
             self._head_bytes += len(data)
             if self._head_bytes > MAX_HEAD_BYTES:
                 self.send_400_response("request head is too large")
                 return
         self._feed(data)
+
+    def _learn_head(self, data: memoryview) -> None:
+        """Keep the head of the infer request that `data` begins with, if it is plain."""
+        exchange = self.cycle
+        if type(exchange) is not InferExchange or self._phase not in (_Phase.IDLE, _Phase.BODY):
+            return
+        headers = exchange.headers
+        body_bytes = exchange.body_bytes if self._phase is _Phase.BODY else headers.content_length
+        text = data[: len(data) - body_bytes].tobytes()
+        plain = headers.content_length and exchange.keep_alive and not headers.expects_continue
+        if plain and text.endswith(b"\r\n\r\n") and len(text) <= _MAX_KNOWN_HEAD_BYTES:
+            self._known = _KnownHead(text, exchange.target, headers)
+
+    def _begin_known(self, known: _KnownHead, rest: memoryview) -> None:
+        service = self.front.infer
+        assert service is not None
+        self._since = self.loop.time()
+        self._phase = _Phase.BODY
+        self._missing = known.headers.content_length
+        self._begin_infer(InferExchange(self, service, known.target, known.headers, True))
+        if rest:
+            self._add_known_body(rest)
+
+    def _add_known_body(self, data: memoryview) -> None:
+        exchange, missing = self.cycle, self._missing
+        assert type(exchange) is InferExchange
+        body = data[:missing].tobytes()
+        exchange.add_body(body)
+        self._missing = missing - len(body)
+        if not self._missing and self._phase is _Phase.BODY:
+            self._phase = _Phase.IDLE
+            exchange.body_complete()
+            if len(data) > missing:
+                self.received(data[missing:])
 
     def _feed(self, data: memoryview) -> None:
         try:
@@ -184,6 +248,7 @@ class HttpSession(HttpToolsProtocol):
         """A request head begins."""
         self.url = b""
         self.headers = []
+        self._begun += 1
         if self._phase is _Phase.DISCARD:
             return
         self._phase = _Phase.HEAD
@@ -213,7 +278,8 @@ class HttpSession(HttpToolsProtocol):
             return
         # As uvicorn: HTTP/1.0 connections are not kept, whatever their headers say.
         keep_alive = version != "1.0" and self.parser.should_keep_alive()
-        self._begin_infer(InferExchange(self, service, target, self.headers, keep_alive))
+        headers = InferHeaders(self.headers)
+        self._begin_infer(InferExchange(self, service, target, headers, keep_alive))
 
     def _begin_application_request(self) -> None:
         """Let uvicorn see the request head that was collected."""
