@@ -164,7 +164,8 @@ class Batch:
 
     def execution_over(self) -> None:
         """See `ExecutionBatch.execution_over`."""
-        if self.instance.pool.frees_early:
+        # With nothing queued the answers come first: nobody waits for the instance.
+        if self.instance.pool.frees_early and self.instance.statistics.pending:
             self._free()
 
     def _free(self) -> None:
