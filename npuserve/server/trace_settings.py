@@ -6,6 +6,7 @@ src/tracer.cc.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 LEVELS = ("OFF", "TIMESTAMPS", "TENSORS", "MIN", "MAX")
 
 _MAX_UINT32 = (1 << 32) - 1
+_INTEGER = re.compile(r"-?[0-9]{1,19}")
 
 # A setting as the protocol has it: `trace_level` is a list, the others are texts.
 SettingValue = str | list[str]
@@ -79,23 +81,27 @@ def _parse_level(key: str, value: SettingValue) -> tuple[str, ...]:
 
 
 def _parse_unsigned(key: str, value: SettingValue) -> int:
-    text = _scalar(key, value)
-    if not text.removeprefix("-").isdigit():
-        raise InvalidArgumentError(f"Unable to parse '{key}', got: {text}")
-    if not 0 <= int(text) <= _MAX_UINT32:
+    number, text = _parse_integer(key, value)
+    if not 0 <= number <= _MAX_UINT32:
         raise InvalidArgumentError(
             f"Unable to parse '{key}', value is out of range [ 0, {_MAX_UINT32} ], got: {text}"
         )
-    return int(text)
+    return number
 
 
 def _parse_count(key: str, value: SettingValue) -> int:
-    text = _scalar(key, value)
-    if not text.removeprefix("-").isdigit():
-        raise InvalidArgumentError(f"Unable to parse '{key}', got: {text}")
-    if int(text) < -1:
+    number, text = _parse_integer(key, value)
+    if number < -1:
         raise InvalidArgumentError(f"Unable to parse '{key}'. Expecting value >= -1, got:{text}")
-    return int(text)
+    return number
+
+
+def _parse_integer(key: str, value: SettingValue) -> tuple[int, str]:
+    """The number and its text; Python's `int` alone takes too much and has limits of its own."""
+    text = _scalar(key, value)
+    if not _INTEGER.fullmatch(text):
+        raise InvalidArgumentError(f"Unable to parse '{key}', got: {text}")
+    return int(text), text
 
 
 def _scalar(key: str, value: SettingValue) -> str:

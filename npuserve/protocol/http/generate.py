@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections import deque
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,7 @@ from starlette.responses import Response, StreamingResponse
 
 from npuserve.errors import InvalidArgumentError, NpuserveError, StatusCode
 from npuserve.protocol.http.json_text import parse_json
+from npuserve.protocol.http.load_metrics import FORMAT_HEADER, REPORT_HEADER, load_report
 from npuserve.protocol.http.reply import error_body
 from npuserve.protocol.http.requests import or_disconnect, read_bytes
 from npuserve.protocol.http.sse import decode_generate, encode_generate, event
@@ -29,7 +31,9 @@ _NOT_ONE = (
     "generate expects model to produce exactly 1 response, use generate stream for model that "
     "generates various number of responses"
 )
-# Responses may wait for a slow reader; a model cannot be told to wait, so its request is cancelled.
+# The model is asked to wait while more than this waits for a slow reader.
+_HOLD_BYTES = 1 << 20
+# A model that cannot wait is cancelled here.
 _MAX_PENDING_BYTES = 64 << 20
 _TOO_SLOW = "the client reads too slowly: too many responses are waiting"
 _EVENTS = "text/event-stream; charset=utf-8"
@@ -37,15 +41,16 @@ _EVENTS = "text/event-stream; charset=utf-8"
 
 async def generate(service: InferService, request: Request, target: InferTarget) -> Response:
     """The one response of the model as a JSON object."""
-    answers = await _submit(service, request, target)
+    answers = await _submit(service, request, target, most=2)
     try:
         await or_disconnect(request, answers.wait_end(), answers.abandon)
     finally:
         answers.abandon()
+    headers = _load_headers(service, request)
     if len(answers.pending) != 1:
-        return Response(error_body(_NOT_ONE), media_type="application/json")
+        return Response(error_body(_NOT_ONE), 200, headers, "application/json")
     body, status = answers.pending[0]
-    return Response(body, status, media_type="application/json")
+    return Response(body, status, headers, "application/json")
 
 
 async def generate_stream(service: InferService, request: Request, target: InferTarget) -> Response:
@@ -58,11 +63,25 @@ async def generate_stream(service: InferService, request: Request, target: Infer
         answers.abandon()
         raise
     status = answers.pending[0][1] if answers.pending else 200
-    return StreamingResponse(answers.events(), status, media_type=_EVENTS)
+    headers = _load_headers(service, request)
+    return StreamingResponse(answers.events(), status, headers, _EVENTS)
 
 
-async def _submit(service: InferService, request: Request, target: InferTarget) -> _Answers:
+def _load_headers(service: InferService, request: Request) -> dict[str, str]:
+    wanted = request.headers.get(FORMAT_HEADER)
+    if wanted is None:
+        return {}
+    report = load_report(wanted, service.server.custom_metrics.collect())
+    return {} if report is None else {REPORT_HEADER: report}
+
+
+async def _submit(
+    service: InferService, request: Request, target: InferTarget, most: int = sys.maxsize
+) -> _Answers:
     """Decode the request and hand it to the core.
+
+    Args:
+        most: responses to keep; the caller has no use for more.
 
     Raises:
         NpuserveError: before anything ran; an ordinary error reply.
@@ -75,7 +94,7 @@ async def _submit(service: InferService, request: Request, target: InferTarget) 
     document = parse_json(await read_bytes(request, service.max_input_size))
     message = decode_generate(document, metadata.inputs)
     message.parameters.update(service.forwarding.parameters(request.headers.raw))
-    answers = _Answers(message.id)
+    answers = _Answers(message.id, most)
     answers.request = InferenceRequest(
         target.model,
         message.inputs,
@@ -96,17 +115,18 @@ class _Answers:
         request: set once it exists.
     """
 
-    def __init__(self, request_id: str) -> None:
+    def __init__(self, request_id: str, most: int) -> None:
         self.pending: deque[tuple[bytes, int]] = deque()
         self.request: InferenceRequest
         self._pending_bytes = 0
         self._request_id = request_id
+        self._most = most
         self._news = asyncio.Event()
         self._ended = False
 
     def add(self, response: InferenceResponse | None, final: bool) -> None:
         """Callback of the request."""
-        if response is not None and not self._ended:
+        if response is not None and not self._ended and len(self.pending) < self._most:
             self._append(*self._encode(response))
         self._ended = self._ended or final
         self._news.set()
@@ -117,6 +137,8 @@ class _Answers:
         if self._pending_bytes > _MAX_PENDING_BYTES:
             self.pending.append((error_body(_TOO_SLOW), 503))
             self.abandon()
+        elif self._pending_bytes > _HOLD_BYTES:
+            self.request.hold(True)
 
     def abandon(self) -> None:
         """The client has gone, or got all there is."""
@@ -141,6 +163,8 @@ class _Answers:
                 while self.pending:
                     body, _ = self.pending.popleft()
                     self._pending_bytes -= len(body)
+                    if self._pending_bytes <= _HOLD_BYTES:
+                        self.request.hold(False)
                     yield event(body)
                 if self._ended:
                     return

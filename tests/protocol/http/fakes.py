@@ -14,6 +14,7 @@ from npuserve.log import LogSettings
 from npuserve.model_config import config_from_json
 from npuserve.request import InferenceRequest
 from npuserve.response import InferenceResponse
+from npuserve.server.custom_metrics import CustomMetrics
 from npuserve.server.metadata import (
     ModelIndexEntry,
     ModelMetadata,
@@ -75,6 +76,7 @@ class FakeServer:
         self.stopping = False
         self.is_ready = True
         self.tracer = FakeTracer()
+        self.custom_metrics = CustomMetrics()
         self.requests: list[InferenceRequest] = []
         self.calls: list[tuple[Any, ...]] = []
         self._models = {model.name: model for model in models or (FakeModel(),)}

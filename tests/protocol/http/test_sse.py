@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -164,6 +165,81 @@ async def test_a_slow_reader_has_a_limit(start: Start, monkeypatch: pytest.Monke
     assert len(events) < 15
     assert b"reads too slowly" in events[-2]
     assert requests[0].cancelled
+
+
+async def test_a_slow_reader_holds_the_model_back(start: Start) -> None:
+    """It is asked to wait while much is unread, to go on afterwards, and nothing is lost."""
+    model = Held()
+    client = await (await start(text_model(model))).connect()
+    await client.send(post(STREAM, b'{"text":"x"}'))
+    request = await model.requests.get()
+    holds: list[bool] = []
+    request.on_hold = holds.append
+    sent = 0
+    while not holds:  # the sockets' buffers take some first
+        request.deliver(text_response(str(sent).ljust(1 << 16, "x")), final=False)
+        sent += 1
+    request.deliver(None, final=True)
+    assert holds == [True, False]  # the end lets go
+    reply = await client.reply()
+    events = [json.loads(event[6:])["text"] for event in reply.body.split(b"\n\n") if event]
+    assert [event.rstrip("x") for event in events] == [str(number) for number in range(sent)]
+
+
+async def test_a_reader_that_catches_up_lets_the_model_go_on(start: Start) -> None:
+    """Not only the end of the request does."""
+    model = Held()
+    client = await (await start(text_model(model))).connect()
+    await client.send(post(STREAM, b'{"text":"x"}'))
+    request = await model.requests.get()
+    going_on = asyncio.Event()
+    request.on_hold = lambda held: None if held else going_on.set()
+    while not request.held:
+        request.deliver(text_response("x" * (1 << 16)), final=False)
+    reading = asyncio.create_task(client.reply())
+    await going_on.wait()
+    assert not request.finished
+    request.deliver(None, final=True)
+    assert (await reading).status == 200
+
+
+async def test_generate_keeps_no_more_than_it_needs(start: Start) -> None:
+    """A model of many responses fills no memory when only one is wanted."""
+
+    def flood(request: InferenceRequest) -> None:
+        for _ in range(1000):
+            request.deliver(text_response("x" * (1 << 17)), final=False)
+        assert not request.held
+        request.deliver(None, final=True)
+
+    client = await (await start(text_model(flood))).connect()
+    reply = await client.ask(post(PATH, b'{"text":"x"}'))
+    assert reply.status == 200
+    assert "exactly 1 response" in reply.error
+
+
+@pytest.mark.parametrize("path", [PATH, STREAM])
+async def test_the_load_report_is_a_header(start: Start, path: str) -> None:
+    """Only for who asks, from the metrics of the model."""
+    running = await start(text_model(lambda r: r.deliver(text_response("hi"), True)))
+    metrics = running.server.custom_metrics
+    family = metrics.create_family("nv_trt_llm_kv_cache_block_metrics", "blocks", "GAUGE")
+    for kind, value in (("used", 30), ("max", 120), ("tokens_per", 64)):
+        metrics.set(metrics.create_metric(family, {"kv_cache_block_type": kind}), value)
+    client = await running.connect()
+    reports = {}
+    for wanted in ("text", "json", "other", ""):
+        header = (f"Endpoint-Load-Metrics-Format: {wanted}",) if wanted else ()
+        reply = await client.ask(post(path, b'{"text":"x"}', *header))
+        reports[wanted] = reply.headers.get("endpoint-load-metrics")
+    assert reports == {
+        "text": "TEXT named_metrics.kv_cache_utilization=0.25, "
+        "named_metrics.max_token_capacity=7680",
+        "json": 'JSON {"named_metrics": {"kv_cache_utilization": 0.25, '
+        '"max_token_capacity": 7680}}',
+        "other": None,
+        "": None,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("path", [PATH, STREAM])
