@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from npuserve.response import InferenceResponse, ParameterValue
@@ -23,6 +24,21 @@ SEQUENCE_END = 2
 # (response or None, final): None only together with final=True, for a decoupled model that ends
 # a request without another response. Always called on the event loop's thread.
 ResponseCallback = Callable[[InferenceResponse | None, bool], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """Proof that requests of some names, datatypes, shapes and byte sizes are valid.
+
+    A front end that recognises such a request puts it on, and the checks are not repeated.
+
+    Attributes:
+        by: the validator of the model version for which it holds.
+        batch_size: of such a request.
+    """
+
+    by: object
+    batch_size: int
 
 
 class InferenceRequest:
@@ -56,6 +72,7 @@ class InferenceRequest:
         on_reschedule: set by a scheduler that takes the request back after an execution to
             execute it again (iterative sequences); None where models may not ask for that.
         model: the server's Model that serves it, set when the request was accepted.
+        checked: see `Checked`; None for a request that has to be checked.
         batch_size: number of batch elements, 0 for a model without a batch dimension.
         *_ns: monotonic nanoseconds; 0 means not reached. `start_ns`: accepted by the core;
             `queue_ns`: entered a scheduler; `compute_start_ns`: its batch started.
@@ -66,9 +83,9 @@ class InferenceRequest:
     """
 
     __slots__ = (
-        "batch_size", "cancelled", "compute_ns", "compute_start_ns", "correlation_id", "filler",
-        "finished", "flags", "held", "id", "inputs", "inputs_shared", "model", "model_name",
-        "model_version", "on_cancel", "on_hold", "on_release", "on_reschedule", "on_response",
+        "batch_size", "cancelled", "checked", "compute_ns", "compute_start_ns", "correlation_id",
+        "filler", "finished", "flags", "held", "id", "inputs", "inputs_shared", "model",
+        "model_name", "model_version", "on_cancel", "on_hold", "on_release", "on_reschedule", "on_response",
         "parameters", "parent", "priority", "queue_ns", "requested_outputs", "response_count",
         "scheduling", "start_ns", "timeout_us", "trace",
     )  # fmt: skip
@@ -108,6 +125,7 @@ class InferenceRequest:
         self.parent: InferenceRequest | None = None
         self.trace: Any = None
         self.batch_size = 0
+        self.checked: Checked | None = None
         self.start_ns = 0
         self.queue_ns = 0
         self.compute_start_ns = 0

@@ -151,7 +151,11 @@ class Model:
         Raises:
             NpuserveError: refused, the request is still the caller's.
         """
-        request.batch_size = self.validator.check(request)
+        checked = request.checked
+        if checked is not None and checked.by is self.validator:
+            request.batch_size = checked.batch_size
+        else:
+            request.batch_size = self.validator.check(request)
         request.model = self
         request.start_ns = request.queue_ns = _now_ns()
         requested = request.requested_outputs
@@ -162,8 +166,10 @@ class Model:
         self.statistics.pending += 1
         if self._tracer is not None and self._tracer.active:
             self._tracer.attach(request)
+        scheduler = self._scheduler
+        assert scheduler is not None
         try:
-            self.scheduler.enqueue(request)
+            scheduler.enqueue(request)
         except BaseException:
             self.inflight -= 1
             self.statistics.pending -= 1

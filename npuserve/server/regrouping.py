@@ -17,6 +17,7 @@ from __future__ import annotations
 
 _KEEP = 0.9  # weight of the past in the fit of execution costs
 _SLACK_NS = 100_000  # beyond half as much again as callers usually take
+_TOO_SHORT_NS = 2 * _SLACK_NS  # an execution this short cannot save as much as a hold costs
 NEVER = 1 << 62
 
 
@@ -84,6 +85,8 @@ class Regrouping:
 
     def executed(self, now_ns: int, duration_ns: int, elements: int, entered: int) -> None:
         """An execution ended and its callers were answered."""
+        if duration_ns <= _TOO_SHORT_NS and self.target == NEVER:
+            return
         self._cost.add(elements, duration_ns)
         mean_ns = self._cost.mean_ns
         if self.target != NEVER:

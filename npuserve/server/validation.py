@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from npuserve.errors import InvalidArgumentError
 from npuserve.model_config import datatype_name
+from npuserve.request import Checked
 from npuserve.tensor import ITEM_SIZE, Buffer, Tensor
 
 if TYPE_CHECKING:
@@ -99,6 +100,8 @@ class RequestValidator:
         self.output_names = tuple(self.outputs)
         self._required = sum(not spec.optional for spec in self.inputs.values())
         self._reshapes = any(spec.reshape is not None for spec in self.inputs.values())
+        # The contents of strings have to be looked at each time.
+        self._strings = any(spec.datatype == "BYTES" for spec in self.inputs.values())
         # (input name, datatype, shape) → (size in bytes or -1 for BYTES, batch size, elements)
         self._known: dict[tuple[str, str, tuple[int, ...]], tuple[int, int, int]] = {}
 
@@ -142,9 +145,12 @@ class RequestValidator:
                     f"'{tensor.name}' for model '{self._name}'. Expected {size}, "
                     f"got {len(tensor.data)}"
                 )
+        batch_size = max(batch_size, 0)
         if self._reshapes:
             self._apply_reshape(request)
-        return max(batch_size, 0)
+        elif not self._strings:
+            request.checked = Checked(self, batch_size)
+        return batch_size
 
     def _missing(self, inputs: dict[str, Tensor]) -> bool:
         # Differs from Triton: it checks only the number, so an optional input sent instead of a

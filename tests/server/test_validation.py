@@ -123,3 +123,15 @@ def test_reshape_carries_variable_sizes_over_in_order() -> None:
     """The k-th -1 of the target takes the k-th variable size."""
     tensor = fp32("A", 2, 4, 7, 6)
     assert list(reshaped(tensor, [2, 4, -1, 6], [8, -1, 1, 6], False).shape) == [8, 7, 1, 6]
+
+
+def test_a_valid_request_without_strings_carries_a_proof() -> None:
+    """A front end may put it on a request that is alike; strings have to be looked at each time."""
+    plain = validator(CONFIG.split('input { name: "T"')[0])
+    asked = request(fp32("A", 2, 2, 5))
+    plain.check(asked)
+    assert asked.checked is not None
+    assert (asked.checked.by, asked.checked.batch_size) == (plain, 2)
+    with_text = request(fp32("A", 1, 2, 3))
+    validator().check(with_text)
+    assert with_text.checked is None

@@ -45,10 +45,14 @@ class HeaderForwarding:
 
     Args:
         pattern: searched for anywhere in a header's name; "" forwards nothing.
+
+    Attributes:
+        active: whether anything may be forwarded.
     """
 
     def __init__(self, pattern: str) -> None:
         self._pattern = re.compile(pattern, re.IGNORECASE) if pattern else None
+        self.active = self._pattern is not None
 
     def parameters(self, headers: Headers) -> dict[str, str]:
         """The forwarded headers, by name as sent.

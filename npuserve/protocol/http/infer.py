@@ -223,11 +223,13 @@ class InferCall:
 
     def _submit(self, message: InferMessage, inputs: dict[str, Tensor]) -> None:
         self._message = message
-        # Copied, as others may share the message and the model may keep the parameters.
-        parameters = dict(message.parameters)
-        parameters.update(self._service.forwarding.parameters(self._headers.fields))
+        parameters = message.parameters
+        forwarding = self._service.forwarding
+        if parameters or forwarding.active:
+            # A copy, as others may share the message and the model may keep the parameters.
+            parameters = {**parameters, **forwarding.parameters(self._headers.fields)}
         template = self._template
-        self._request = InferenceRequest(
+        request = self._request = InferenceRequest(
             self._target.model,
             inputs,
             self._on_response,
@@ -242,10 +244,14 @@ class InferCall:
             priority=message.priority,
             timeout_us=message.timeout_us,
         )
+        if template is not None:
+            request.checked = template.checked
         if self._begin_ns:
-            self._infer_traced(self._request)
+            self._infer_traced(request)
         else:
-            self._service.server.infer(self._request)
+            self._service.server.infer(request)
+        if template is not None:
+            template.checked = request.checked
 
     def _infer_traced(self, request: InferenceRequest) -> None:
         end_ns = self._service.trace_ns()

@@ -14,6 +14,7 @@ from npuserve.tensor import Tensor
 
 if TYPE_CHECKING:
     from npuserve.protocol.http.codec import InferMessage
+    from npuserve.request import Checked
     from npuserve.response import InferenceResponse
 
 _MAX_TEMPLATES = 512
@@ -37,13 +38,17 @@ class InferTemplate:
             Shared by all requests of the template: never changed.
         requested_outputs: names, as listed.
         binary_size: bytes that must follow the JSON.
+        checked: the core's proof that such requests are valid, once it has seen one.
     """
 
-    __slots__ = ("_places", "_replies", "binary_size", "message", "requested_outputs")
+    __slots__ = (
+        "_places", "_replies", "binary_size", "checked", "message", "requested_outputs",
+    )  # fmt: skip
 
     def __init__(self, message: InferMessage) -> None:
         self.message = message
         self.requested_outputs = tuple(message.outputs)
+        self.checked: Checked | None = None
         self._places: list[tuple[str, str, tuple[int, ...], int, int]] = []
         self._replies: dict[tuple[Any, ...], _KnownReply] = {}
         end = 0
