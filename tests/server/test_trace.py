@@ -85,7 +85,11 @@ def test_a_model_may_differ_and_falls_back_when_cleared() -> None:
         ({"trace_file": "x"}, UnsupportedError, "can not be updated through network protocol"),
         ({"trace_rate": "x"}, InvalidArgumentError, "Unable to parse 'trace_rate', got: x"),
         ({"trace_rate": "²"}, InvalidArgumentError, "Unable to parse 'trace_rate', got: ²"),
-        ({"trace_count": "9" * 5000}, InvalidArgumentError, "Unable to parse 'trace_count', got: 9"),
+        (
+            {"trace_count": "9" * 5000},
+            InvalidArgumentError,
+            "Unable to parse 'trace_count', got: 9",
+        ),
         ({"trace_rate": "-1"}, InvalidArgumentError, r"out of range \[ 0, 4294967295 \], got: -1"),
         ({"trace_rate": "0"}, InvalidArgumentError, "setting :sample rate must be non-zero"),
         ({"trace_count": "-2"}, InvalidArgumentError, "Expecting value >= -1, got:-2"),

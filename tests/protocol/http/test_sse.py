@@ -196,11 +196,12 @@ async def test_a_reader_that_catches_up_lets_the_model_go_on(start: Start) -> No
     request.on_hold = lambda held: None if held else going_on.set()
     while not request.held:
         request.deliver(text_response("x" * (1 << 16)), final=False)
-    reading = asyncio.create_task(client.reply())
-    await going_on.wait()
-    assert not request.finished
-    request.deliver(None, final=True)
-    assert (await reading).status == 200
+    async with asyncio.TaskGroup() as group:
+        reading = group.create_task(client.reply(), name="read")
+        await going_on.wait()
+        assert not request.finished
+        request.deliver(None, final=True)
+    assert reading.result().status == 200
 
 
 async def test_generate_keeps_no_more_than_it_needs(start: Start) -> None:
