@@ -85,9 +85,9 @@ class InferenceRequest:
     __slots__ = (
         "batch_size", "cancelled", "checked", "compute_ns", "compute_start_ns", "correlation_id",
         "filler", "finished", "flags", "held", "id", "inputs", "inputs_shared", "model",
-        "model_name", "model_version", "on_cancel", "on_hold", "on_release", "on_reschedule", "on_response",
-        "parameters", "parent", "priority", "queue_ns", "requested_outputs", "response_count",
-        "scheduling", "start_ns", "timeout_us", "trace",
+        "model_name", "model_version", "on_cancel", "on_hold", "on_release", "on_reschedule",
+        "on_response", "parameters", "parent", "priority", "queue_ns", "requested_outputs",
+        "response_count", "scheduling", "start_ns", "timeout_us", "trace",
     )  # fmt: skip
 
     def __init__(

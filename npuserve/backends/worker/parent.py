@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from npuserve.backends.base import ExecutionBatch, LoopInstance
 from npuserve.backends.worker import wire
 from npuserve.backends.worker.connection import Connection
+from npuserve.backends.worker.polling import ReplyPolling
 from npuserve.backends.worker.process import OutputReader, WorkerProcess, describe_exit
 from npuserve.backends.worker.services import INDEX_OF_STATUS, ModelServices, Reply, error_of
 from npuserve.errors import InternalError, NpuserveError, WorkerDiedError
@@ -73,6 +74,7 @@ class WorkerInstance(LoopInstance):
     async def initialize(self) -> None:
         """See `LoopInstance.initialize`."""
         self._loop = asyncio.get_running_loop()
+        self._polling = ReplyPolling(self._loop.call_soon)
         facts = await self._launch()
         overlaps = bool(facts["async"])
         self._launcher.caller.overlaps = overlaps or self._launcher.decoupled
@@ -176,6 +178,10 @@ class WorkerInstance(LoopInstance):
                 tensors.append((tensor.name, wire.CODE_OF[tensor.datatype], tensor.shape, data))
             items.append((tensors, request_fields(request)))
             request.on_cancel = cancel
+        if self._batches:
+            self._polling.answered()  # no longer the only one
+        elif len(items) == 1:
+            self._polling.sent()
         self._batches[batch_id] = batch
         connection.send(wire.EXECUTE, (batch_id, items))
         if self._settings.execute_timeout_s:
@@ -222,6 +228,7 @@ class WorkerInstance(LoopInstance):
     def _on_result(self, payload: Any) -> None:
         batch_id, input_ready_ns, output_ready_ns, outcomes, failure = payload
         batch = self._batches.pop(batch_id)
+        self._polling.answered()
         if self._deadlines:
             self._end_deadline(batch_id)
             self._set_deadlines()
