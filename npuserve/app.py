@@ -54,6 +54,7 @@ def main(options: ServerOptions) -> int:
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         code = runner.run(serve(options))
+    _finalize_acl()
     _leave_if_threads_linger(code)
     return code
 
@@ -181,6 +182,13 @@ def _exit_now() -> None:
     logger.error("Exit timeout expired. Exiting immediately.")
     logging.shutdown()
     os._exit(1)
+
+
+def _finalize_acl() -> None:
+    """Finalize the Ascend runtime where a model used it: leaving by `os._exit` would not."""
+    library = sys.modules.get("npuserve.backends.acl.library")
+    if library is not None:
+        library.shutdown()
 
 
 def _leave_if_threads_linger(code: int) -> None:

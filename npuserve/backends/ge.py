@@ -28,7 +28,7 @@ from npuserve.backends.atc import compile_onnx, default_cache_dir, find_atc
 from npuserve.backends.base import Backend, BackendModelContext
 from npuserve.backends.model_signature import DEFAULT_MAX_BATCH_SIZE, complete_config
 from npuserve.backends.npu_instance import NpuInstance
-from npuserve.backends.npu_signature import complete_scheduler, is_complete
+from npuserve.backends.npu_signature import complete_scheduler, is_complete, refuse_batch_tensors
 from npuserve.backends.om import positive_number
 from npuserve.backends.onnx_graph import read_signature
 from npuserve.errors import InvalidArgumentError, NotFoundError, UnavailableError
@@ -91,6 +91,7 @@ class GeBackend(Backend):
     def load(self, context: BackendModelContext) -> Sequence[ModelInstance]:
         """See `Backend.load`. Compiles, unless that was done before."""
         path = onnx_path(context)
+        refuse_batch_tensors(context.config)
         try:
             library = load_library()
             find_atc()

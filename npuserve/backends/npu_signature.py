@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from npuserve.backends.acl.model import ModelKind
 from npuserve.backends.model_signature import DEFAULT_MAX_BATCH_SIZE, ModelSignature, ModelTensor
+from npuserve.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -65,6 +66,25 @@ def output_names(outputs: Sequence[TensorSpec], config: ModelConfig) -> list[str
     if configured and len(configured) == len(names) and not set(configured) & set(names):
         return configured
     return names
+
+
+def refuse_batch_tensors(config: ModelConfig) -> None:
+    """Compiled models run equal shapes together: there is no flat row of ragged requests.
+
+    Raises:
+        InvalidArgumentError: the configuration asks for one.
+    """
+    settings = {
+        "batch_input": bool(config.batch_input),
+        "batch_output": bool(config.batch_output),
+        "allow_ragged_batch": any(entry.allow_ragged_batch for entry in config.input),
+    }
+    for name, is_set in settings.items():
+        if is_set:
+            raise InvalidArgumentError(
+                f"unable to load model '{config.name}', {name} is not supported for compiled NPU "
+                "models; backends pytorch, onnxruntime and python support it"
+            )
 
 
 def is_complete(config: ModelConfig) -> bool:

@@ -23,6 +23,7 @@ from npuserve.backends.npu_signature import (
     complete_scheduler,
     default_batch,
     is_complete,
+    refuse_batch_tensors,
     signature_of,
 )
 from npuserve.errors import InvalidArgumentError, NotFoundError
@@ -54,6 +55,7 @@ class OmBackend(Backend):
     def load(self, context: BackendModelContext) -> Sequence[ModelInstance]:
         """See `Backend.load`."""
         path = model_path(context)
+        refuse_batch_tensors(context.config)
         if engine_of(context) == "ais_bench":
             return [
                 AisBenchInstance(context, path, placement.device_id)

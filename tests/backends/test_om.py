@@ -402,6 +402,28 @@ async def test_without_cann_the_model_is_unavailable(tmp_path: Path) -> None:
     assert "set_env.sh" in str(error)
 
 
+@pytest.mark.parametrize(
+    ("name", "setting"),
+    [
+        ("batch_input", "batch_input { kind: BATCH_ELEMENT_COUNT target_name: 'n' }"),
+        ("batch_output", "batch_output { target_name: 'y' }"),
+        (
+            "allow_ragged_batch",
+            "input { name: 'x' data_type: TYPE_FP32 dims: 3 allow_ragged_batch: true }",
+        ),
+    ],
+)
+async def test_ragged_batches_are_refused(
+    tmp_path: Path, machine: Runtime, name: str, setting: str
+) -> None:
+    """At the load, naming the setting, not with the first request."""
+    driver = BackendDriver(OmBackend(), make_config(f"max_batch_size: 4 {setting}"), tmp_path)
+    batch_om(tmp_path)
+    with pytest.raises(InvalidArgumentError, match=f"{name} is not supported"):
+        await driver.__aenter__()
+    assert machine.leaks() == []
+
+
 async def test_an_unknown_engine_is_refused(tmp_path: Path, machine: Runtime) -> None:
     """The error names the engines there are."""
     error = await load_error(batch_om(tmp_path), parameters(engine="mxrt"))
