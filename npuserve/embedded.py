@@ -303,7 +303,7 @@ class Server:
 
     def model_ready(self, name: str, version: int | str = "") -> bool:
         """Whether the version (the newest without one) can serve."""
-        return self._call(lambda: self._server.model_ready(name, str(version)))
+        return self._await(lambda: self._server.model_ready(name, str(version)))
 
     def server_metadata(self) -> ServerMetadata:
         """Name, version and extensions."""

@@ -87,7 +87,7 @@ class ServerServices(Protocol):
     async def unload_model(self, name: str, unload_dependents: bool = False) -> None:
         """Unload a model; see `InferenceServer.unload_model`."""
 
-    def model_ready(self, name: str, version: str = "") -> bool:
+    async def model_ready(self, name: str, version: str = "") -> bool:
         """Whether the model version can serve; unknown names are False."""
 
     @property
@@ -192,6 +192,9 @@ class ModelInstance:
     NpuserveError as it is, anything else as InternalError) and the instance lives on.
     """
 
+    # Whether `is_ready` has something to say.
+    has_readiness: bool = False
+
     # Batches the instance may hold at once (started before the former one is done). More than
     # one overlaps copies with compute: `execute` is still entered once at a time.
     max_inflight: int = 1
@@ -206,6 +209,13 @@ class ModelInstance:
     def execute(self, batch: ExecutionBatch) -> None:
         """Answer every request of `batch` through `batch.send`."""
         raise NotImplementedError
+
+    def is_ready(self) -> bool:
+        """Whether it can serve now, for model readiness; an exception means no.
+
+        The one method that runs in a thread of its own, so also while `execute` runs.
+        """
+        return True
 
     def finalize(self) -> None:
         """Free what `initialize` took; also called after a failed `initialize`."""
@@ -250,6 +260,9 @@ class LoopInstance:
     # being executed.
     prefetches: bool = False
 
+    # Whether `is_ready` has something to say.
+    has_readiness: bool = False
+
     # Set by the server: call it whenever `available` changes.
     on_available_change: Callable[[], None] | None = None
 
@@ -268,6 +281,13 @@ class LoopInstance:
 
         Best effort; an instance that cannot hold them lets them gather in the server.
         """
+
+    async def is_ready(self) -> bool:
+        """Whether it can serve now, for model readiness; an exception means no.
+
+        Not called again before it returned, nor cancelled before the model goes.
+        """
+        return True
 
     async def finalize(self) -> None:
         """Free everything; also called after a failed `initialize`."""

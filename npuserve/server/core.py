@@ -227,12 +227,16 @@ class InferenceServer:
                 return False
         return True
 
-    def model_ready(self, name: str, version_text: str = "") -> bool:
-        """Whether the version (the newest without one) can serve; unknown names are False."""
+    async def model_ready(self, name: str, version_text: str = "") -> bool:
+        """Whether the version (the newest without one) can serve; unknown names are False.
+
+        Unlike `ready` it asks the model itself, where the model wants to be asked.
+        """
         try:
-            return self.model(name, self.parse_version(version_text)).ready
+            model = self.model(name, self.parse_version(version_text))
         except NpuserveError:
             return False
+        return model.ready and await model.pool.is_ready()
 
     def server_metadata(self) -> ServerMetadata:
         """Name, version and extensions."""

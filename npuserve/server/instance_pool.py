@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from npuserve.backends.base import LoopInstance, ModelInstance, Placement
 from npuserve.server.instance import Instance, LoopDrivenInstance, ThreadInstance
+from npuserve.server.readiness import Readiness
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -55,6 +56,7 @@ class InstancePool:
         # The scheduler may start the next batch before the answers of the last one are out, so
         # that the device does not wait for them. Not where the next one needs what they carry.
         self.frees_early = False
+        self._readiness = Readiness(loop)
         # Batches in flight by card, of all models if they share the counter; CPU is card -1.
         self.card_load: Counter[int] = Counter()
         self._next = 0
@@ -90,6 +92,10 @@ class InstancePool:
     def healthy(self) -> bool:
         """Whether any instance is able to take batches at all."""
         return any(instance.available for instance in self.instances)
+
+    async def is_ready(self) -> bool:
+        """Whether the instances that are alive say they are ready; asks them."""
+        return await self._readiness.check(i for i in self.instances if i.available)
 
     def acquire(self) -> Instance | None:
         """A free instance or None: the least loaded, then on the least loaded card, then in turn.
@@ -164,6 +170,7 @@ class InstancePool:
 
     async def finalize(self) -> None:
         """Stop all instances side by side; a failure of one is logged."""
+        self._readiness.close()
         results = await asyncio.gather(
             *(instance.finalize() for instance in self.instances), return_exceptions=True
         )

@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from npuserve.backends.worker import wire
@@ -55,6 +55,7 @@ class Worker:
         self._calls: dict[int, Mailbox] = {}
         self._call_ids = itertools.count(1)
         self._cancelled: set[Any] = set()
+        self._readiness_due = False  # the server wants to know whether the model is ready
         self._stopping = False  # STOP came, or the server is gone
         self._gone = False
         self._forked = False  # this is not the worker, but a process that the model forked
@@ -87,13 +88,19 @@ class Worker:
             self._channel.send(wire.FAILED, (_INTERNAL, str(error)))
             return
         self._leave_if_forked()
-        self._channel.send(wire.READY, {"async": host.is_async})
+        self._channel.send(
+            wire.READY, {"async": host.is_async, "has_readiness": host.has_readiness}
+        )
         if host.is_async:
             loop = asyncio.new_event_loop()
             asyncio.set_event_loop(loop)
             # Never closed: closing waits for threads, and the process ends anyway.
             loop.run_until_complete(self._serve_async(host))
         else:
+            if host.has_readiness:
+                threading.Thread(
+                    target=self._answer_readiness, args=(host,), name="is_ready", daemon=True
+                ).start()
             self._serve(host)
         self._finalize(host)
         self._channel.send(wire.STOPPED, None)
@@ -123,6 +130,28 @@ class Worker:
         if self._forked:
             flush()
             os._exit(0)
+
+    # -- readiness ----------------------------------------------------------------------------
+
+    def _answer_readiness(self, host: ModelHost) -> None:
+        """Body of a thread: the main one may be executing for long when the server asks."""
+        while True:
+            self._read_until(lambda: self._readiness_due or self._stopping)
+            if self._stopping:
+                return
+            self._readiness_due = False
+            try:
+                answer: Any = (host.is_ready(), None)
+            except ModelFailedError as error:
+                answer = (False, (_INTERNAL, str(error)))
+            self._channel.send(wire.READINESS, answer)
+
+    async def _answer_readiness_async(self, host: ModelHost) -> None:
+        try:
+            answer: Any = (await host.is_ready_async(), None)
+        except ModelFailedError as error:
+            answer = (False, (_INTERNAL, str(error)))
+        self._channel.send(wire.READINESS, answer)
 
     # -- batches ------------------------------------------------------------------------------
 
@@ -154,11 +183,17 @@ class Worker:
         stopped = loop.create_future()
         running: set[asyncio.Task[None]] = set()
 
+        def start(coroutine: Coroutine[Any, Any, None]) -> None:
+            task = loop.create_task(coroutine)
+            running.add(task)
+            task.add_done_callback(running.discard)
+
         def start_batches() -> None:
             while self._batches:
-                task = loop.create_task(self._run_async(host, self._batches.popleft()))
-                running.add(task)
-                task.add_done_callback(running.discard)
+                start(self._run_async(host, self._batches.popleft()))
+            if self._readiness_due:
+                self._readiness_due = False
+                start(self._answer_readiness_async(host))
             if self._stopping and not stopped.done():
                 stopped.set_result(None)
 
@@ -311,6 +346,9 @@ class Worker:
             self._calls.pop(call_id).put((ok, value))
         elif kind == wire.INFER_RESPONSE:
             self._infer_response(payload)
+        elif kind == wire.IS_READY:
+            self._readiness_due = True
+            self._announce_batches()
         elif kind == wire.STOP:
             self._stopping = True
             self._announce_batches()

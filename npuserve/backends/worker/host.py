@@ -8,6 +8,7 @@ Rules and texts: Triton python_backend, src/pb_stub.cc.
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import json
 import os
@@ -52,6 +53,7 @@ class ModelHost:
 
     Attributes:
         is_async: whether `execute` is a coroutine function; its batches may overlap.
+        has_readiness: whether the model has `is_ready`.
         serving: whether initialize is over, so that the model may call other models.
         output_names: all outputs of the configuration.
     """
@@ -74,6 +76,7 @@ class ModelHost:
         self._all_outputs = self.output_names + self._state_outputs
         self.decoupled = pb_utils.using_decoupled_model_transaction_policy(config)
         self.is_async = False
+        self.has_readiness = False
         self.serving = False
         self._importer = importer
         self._module: ModuleType | None = None
@@ -136,6 +139,7 @@ class ModelHost:
             raise ModelFailedError(describe(error)) from None
         self._execute = getattr(self._model, "execute", None)
         self.is_async = inspect.iscoroutinefunction(self._execute)
+        self.has_readiness = getattr(self._model, "is_ready", None) is not None
         self.serving = True
 
     def _arguments(self) -> dict[str, str]:
@@ -165,6 +169,33 @@ class ModelHost:
             finalize()
         except BaseException as error:
             raise ModelFailedError(describe(error)) from None
+
+    # -- readiness ----------------------------------------------------------------------------
+
+    def is_ready(self) -> bool:
+        """Ask the model whether it is ready; in a thread of its own.
+
+        Raises:
+            ModelFailedError: it raised, or did not say yes or no.
+        """
+        try:
+            answer = self._model.is_ready()
+            if inspect.iscoroutine(answer):
+                answer = asyncio.run(answer)
+        except BaseException as error:
+            raise ModelFailedError(describe(error)) from None
+        return _boolean(answer)
+
+    async def is_ready_async(self) -> bool:
+        """`is_ready` of a model that has an event loop, on that loop."""
+        try:
+            if inspect.iscoroutinefunction(self._model.is_ready):
+                answer = await self._model.is_ready()
+            else:  # it may block
+                answer = await asyncio.to_thread(self._model.is_ready)
+        except BaseException as error:
+            raise ModelFailedError(describe(error)) from None
+        return _boolean(answer)
 
     # -- requests -----------------------------------------------------------------------------
 
@@ -311,6 +342,12 @@ class ModelHost:
         if asked and self._state_outputs:
             return (*asked, *self._state_outputs)
         return asked or self._all_outputs
+
+
+def _boolean(answer: Any) -> bool:
+    if not isinstance(answer, bool):
+        raise ModelFailedError("is_ready() must return a boolean value")
+    return answer
 
 
 def _rescheduled(request: InferenceRequest) -> Outcome:

@@ -60,6 +60,7 @@ class WorkerInstance(LoopInstance):
         self._deadlines: dict[int, asyncio.TimerHandle] = {}
         self._next_batch = 1
         self._ready: asyncio.Future[dict[str, Any]] | None = None
+        self._readiness: asyncio.Future[bool] | None = None  # the model's own answer
         self._stopped: asyncio.Future[None] | None = None
         self._stopping = False
         self._timed_out = False
@@ -155,6 +156,14 @@ class WorkerInstance(LoopInstance):
         self._fail_all(WorkerDiedError(f"Stub process '{self.name}' is not healthy."))
         self._services.close()
         self._launcher.caller.leave()
+
+    async def is_ready(self) -> bool:
+        """See `LoopInstance.is_ready`."""
+        if self._connection is None or self._connection.closed:
+            return False
+        self._readiness = self._loop.create_future()
+        self._connection.send(wire.IS_READY, None)
+        return await self._readiness
 
     # -- batches ------------------------------------------------------------------------------
 
@@ -302,12 +311,22 @@ class WorkerInstance(LoopInstance):
     def _on_ready(self, facts: dict[str, Any]) -> None:
         assert self._ready is not None
         if not self._ready.done():
+            self.has_readiness = facts["has_readiness"]
             self._ready.set_result(facts)
 
     def _on_failed(self, error: Any) -> None:
         assert self._ready is not None
         if not self._ready.done():
             self._ready.set_exception(error_of(error))
+
+    def _on_readiness(self, payload: Any) -> None:
+        ready, error = payload
+        if self._readiness is None or self._readiness.done():
+            return
+        if error is None:
+            self._readiness.set_result(ready)
+        else:
+            self._readiness.set_exception(error_of(error))
 
     def _on_stopped(self, _payload: None) -> None:
         """Its exit follows, which is what `finalize` waits for."""
@@ -397,6 +416,8 @@ class WorkerInstance(LoopInstance):
         return WorkerDiedError(f"Stub process '{self.name}' is not healthy: {how}.")
 
     def _fail_all(self, error: NpuserveError) -> None:
+        if self._readiness is not None and not self._readiness.done():
+            self._readiness.set_result(False)
         batches, self._batches = self._batches, {}
         still_open, self._open = self._open, {}
         for batch, waiting in still_open.values():
@@ -437,6 +458,7 @@ class WorkerInstance(LoopInstance):
 _OTHER: dict[int, Any] = {
     wire.READY: WorkerInstance._on_ready,
     wire.FAILED: WorkerInstance._on_failed,
+    wire.READINESS: WorkerInstance._on_readiness,
     wire.STOPPED: WorkerInstance._on_stopped,
     wire.MEMORY: WorkerInstance._on_memory,
     wire.LOG: WorkerInstance._on_log,

@@ -155,7 +155,7 @@ class ModelServices:
 
     def call(self, method: str, args: tuple[Any, ...], answer: Callable[[bool, Any], None]) -> None:
         """Do what `Port.call` asks; the result, or (False, text), goes to `answer`."""
-        if method in ("load_model", "unload_model"):
+        if method in _SLOW_METHODS:
             self._spawn(self._control(method, args, answer))
             return
         try:
@@ -171,20 +171,23 @@ class ModelServices:
     async def _control(
         self, method: str, args: tuple[Any, ...], answer: Callable[[bool, Any], None]
     ) -> None:
+        result = None
         try:
             if method == "load_model":
                 name, config, files = args
                 await self._server.load_model(name, config or None, files)
-            else:
+            elif method == "unload_model":
                 await self._server.unload_model(*args)
+            else:
+                result = await self._is_model_ready(*args)
         except NpuserveError as error:
             answer(False, _CALL_PREFIX[method] + str(error))
         else:
-            answer(True, None)
+            answer(True, result)
 
-    def _is_model_ready(self, name: str, version: str) -> bool:
+    async def _is_model_ready(self, name: str, version: str) -> bool:
         self._server.parse_version(version)
-        return self._server.model_ready(name, version)
+        return await self._server.model_ready(name, version)
 
     # -- metrics ------------------------------------------------------------------------------
     # Handles of the model (numbers it chose) to handles of the registry.
@@ -229,8 +232,9 @@ class ModelServices:
             self._family_delete(handle)
 
 
+_SLOW_METHODS = frozenset({"load_model", "unload_model", "is_model_ready"})
+
 _METHODS: dict[str, Callable[..., Any]] = {
-    "is_model_ready": ModelServices._is_model_ready,
     "metric_family_new": ModelServices._family_new,
     "metric_family_delete": ModelServices._family_delete,
     "metric_new": ModelServices._metric_new,

@@ -73,6 +73,20 @@ class LocalModel:
             raise InternalError(str(error)) from None
         self._caller.overlaps = self.host.decoupled or self.host.is_async
 
+    def is_ready(self) -> bool:
+        """See `ModelInstance.is_ready`."""
+        try:
+            return self.host.is_ready()
+        except ModelFailedError as error:
+            raise InternalError(str(error)) from None
+
+    async def is_ready_async(self) -> bool:
+        """`is_ready` on the model's own loop."""
+        try:
+            return await self.host.is_ready_async()
+        except ModelFailedError as error:
+            raise InternalError(str(error)) from None
+
     def requests(self, batch: ExecutionBatch) -> list[InferenceRequest]:
         """The requests of a batch as the model sees them."""
         return [self._request(batch, request) for request in batch.requests]
@@ -108,6 +122,11 @@ class ThreadModelInstance(ModelInstance):
     def initialize(self) -> None:
         """See `ModelInstance.initialize`."""
         self._model.initialize()
+        self.has_readiness = self._model.host.has_readiness
+
+    def is_ready(self) -> bool:
+        """See `ModelInstance.is_ready`."""
+        return self._model.is_ready()
 
     def execute(self, batch: ExecutionBatch) -> None:
         """See `ModelInstance.execute`."""
@@ -156,6 +175,12 @@ class AsyncThreadInstance(LoopInstance):
         self._ended = self._server_loop.create_future()
         threading.Thread(target=self._serve, name=f"instance-{self._name}", daemon=True).start()
         await self._in_thread(self._model.initialize)
+        self.has_readiness = self._model.host.has_readiness
+
+    async def is_ready(self) -> bool:
+        """See `LoopInstance.is_ready`."""
+        question = asyncio.run_coroutine_threadsafe(self._model.is_ready_async(), self._loop)
+        return await asyncio.wrap_future(question)
 
     async def _in_thread(self, function: Any) -> None:
         async def run() -> None:

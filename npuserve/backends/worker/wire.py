@@ -33,6 +33,7 @@ ANSWER = 3  #                       (call id, ok, value or error text)
 INFER_RESPONSE = 4  #               (call id, response or None, final)
 STOP = 5  #                         None
 INIT = 6  #                         what the worker shall be, as a dict
+IS_READY = 7  #                     None; asks the model, answered by READINESS
 # worker → server
 READY = 16  #                       facts as a dict
 FAILED = 17  #                      error
@@ -43,6 +44,7 @@ INFER = 21  #                       (call id, model name, version, request, deco
 INFER_CANCEL = 22  #                call id
 LOG = 23  #                         (level, text, file, line)
 STOPPED = 24  #                     None
+READINESS = 25  #                   (whether it is ready, error)
 # both
 MEMORY = 30  #                      None: only `memory` matters
 SPILLED = 31  #                     reference to shared memory that holds the message proper
@@ -53,7 +55,7 @@ KILL = 41  #                        process id
 FORKED = 42  #                      (token, process id); token 0 once, when it is ready
 EXITED = 43  #                      (process id, wait status)
 
-KINDS = frozenset({*range(1, 7), *range(16, 25), 30, 31, *range(40, 44)})
+KINDS = frozenset({*range(1, 8), *range(16, 26), 30, 31, *range(40, 44)})
 
 # Outcomes of one request in RESULT that are not a response.
 LATER = None  # answered, or going to be answered, through its response sender

@@ -124,10 +124,11 @@ class Servicer:
         self._front_end.check_open()
         return pb.ServerReadyResponse(ready=self._server.ready())
 
-    def model_ready(self, request: pb.ModelReadyRequest) -> pb.ModelReadyResponse:
+    async def model_ready(self, request: pb.ModelReadyRequest) -> pb.ModelReadyResponse:
         """ModelReady; an unknown model is not ready, a bad version an error."""
         self._server.parse_version(request.version)
-        return pb.ModelReadyResponse(ready=self._server.model_ready(request.name, request.version))
+        ready = await self._server.model_ready(request.name, request.version)
+        return pb.ModelReadyResponse(ready=ready)
 
     def health_check(self, request: Any) -> Message:
         """grpc.health.v1 Check: follows readiness for any service name, as Triton."""

@@ -64,7 +64,7 @@ class InferenceHandlers:
 
     async def model_ready(self, request: Request) -> Response:
         """Whether a model version can serve."""
-        if self._server.model_ready(*target_of(request)):
+        if await self._server.model_ready(*target_of(request)):
             return Response()
         return Response(error_body("Model version not ready"), 400, media_type="application/json")
 

@@ -72,9 +72,9 @@ async def test_readiness_shows_the_restart(tmp_path: Path) -> None:
     """The model is not ready while its only worker is down."""
     async with served_model(tmp_path, DEADLY) as models:
         await models.infer(id="exit")
-        assert not models.server.model_ready("m")
+        assert not await models.server.model_ready("m")
         await models.infer()  # waits for the next worker
-        assert models.server.model_ready("m")
+        assert await models.server.model_ready("m")
 
 
 async def test_model_that_cannot_come_back_can_be_unloaded(tmp_path: Path) -> None:

@@ -118,7 +118,7 @@ class FakeServer:
         """As the test says."""
         return self.is_ready
 
-    def model_ready(self, name: str, version_text: str = "") -> bool:
+    async def model_ready(self, name: str, version_text: str = "") -> bool:
         """Known names are ready."""
         return name in self.table
 

@@ -106,7 +106,7 @@ class FakeServer:
     def ready(self) -> bool:
         return self.is_ready
 
-    def model_ready(self, name: str, version_text: str = "") -> bool:
+    async def model_ready(self, name: str, version_text: str = "") -> bool:
         return name in self._models and version_text in ("", "1")
 
     def server_metadata(self) -> ServerMetadata:
