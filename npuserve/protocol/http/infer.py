@@ -174,14 +174,12 @@ class InferCall:
             self._in_thread(parse_large_json, text, then=lambda value: self._decode(value, binary))
 
     def _parse_text(self, text: bytes, binary: memoryview) -> None:
-        templates = self._service.templates
-        template = templates.get(text)
+        template = self._service.templates.get(text) if binary else None
         if template is not None and template.binary_size == len(binary):
             self._template = template
             self._submit(template.message, template.inputs(binary))
             return
-        document = parse_json(text)
-        self._decode(document, binary, text)
+        self._decode(parse_json(text), binary, text)
 
     def _check_size(self, what: str, size: int) -> None:
         limit = self._service.max_input_size
@@ -214,7 +212,7 @@ class InferCall:
         regions = self._service.shared_memory
         message = decode_infer(document, binary, self._target.model, regions.read)
         inputs = message.inputs
-        if text and len(binary):
+        if text and binary:
             self._template = self._service.templates.remember(text, document, message)
         for name, output in message.outputs.items():
             if output.region is not None:
