@@ -10,7 +10,7 @@ response of that step.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -75,6 +75,7 @@ class Step:
         outputs: ensemble tensor by name of the member's output.
         requested_outputs: names of the member's outputs.
         decoupled: whether the member may answer any number of times.
+        may_pause: whether its responses can be held back without holding up another step.
         scope: how often it runs; see the module.
         output_scope: `index` for a decoupled step, else `scope`.
     """
@@ -86,6 +87,7 @@ class Step:
     outputs: Mapping[str, str]
     requested_outputs: tuple[str, ...]
     decoupled: bool
+    may_pause: bool
     scope: int
     output_scope: int
 
@@ -116,6 +118,7 @@ class Plan:
 
     Attributes:
         outputs: in the order of the configuration.
+        steps: in order of dependency.
         waiting: by scope: by step: number of different tensors it needs.
         outer_tensors: by scope: number of (step of it, tensor of an outer scope it needs) pairs.
         consumers: steps by ensemble tensor.
@@ -126,6 +129,7 @@ class Plan:
     """
 
     outputs: tuple[EnsembleOutput, ...]
+    steps: tuple[Step, ...]
     waiting: Mapping[int, Mapping[int, int]]
     outer_tensors: Mapping[int, int]
     consumers: Mapping[str, tuple[Step, ...]]
@@ -148,6 +152,7 @@ class EnsembleGraph:
         self.inputs = tuple(entry.name for entry in config.input)
         self._scopes = dict.fromkeys(self.inputs, ROOT)
         self._batching = dict.fromkeys(self.inputs, config.max_batch_size > 0)
+        self._pausable = _pausable_steps(members)
         self._steps = self._build_steps(config, members)
         self._producer = {
             tensor: step for step in self._steps.values() for tensor in step.outputs.values()
@@ -234,6 +239,7 @@ class EnsembleGraph:
             outputs,
             requested_outputs=tuple(outputs),
             decoupled=decoupled,
+            may_pause=index in self._pausable,
             scope=scope,
             output_scope=index if decoupled else scope,
         )
@@ -277,6 +283,7 @@ class EnsembleGraph:
         scopes = {each.scope for each in outputs}
         return Plan(
             outputs,
+            tuple(needed),
             waiting,
             outer_tensors,
             consumers={tensor: tuple(steps) for tensor, steps in consumers.items()},
@@ -324,6 +331,18 @@ class EnsembleGraph:
         while scope != ROOT:
             scope = self.parent_scope(scope)
             yield scope
+
+
+def _pausable_steps(members: Sequence[ModelConfig]) -> frozenset[int]:
+    """Steps whose model no other step runs.
+
+    Instances pause as a whole, so a paused step must not serve the very one it waits for. What
+    members of an ensemble among the steps, or calls of a model to others, run is not looked into.
+    """
+    if any(member.HasField("ensemble_scheduling") for member in members):
+        return frozenset()
+    uses = Counter(member.name for member in members)
+    return frozenset(index for index, member in enumerate(members) if uses[member.name] == 1)
 
 
 def convert_batch(shape: Sequence[int], dims: Sequence[int], add: bool) -> Sequence[int]:

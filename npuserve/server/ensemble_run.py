@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from npuserve.server.ensemble_graph import EnsembleGraph, Step
     from npuserve.server.ensemble_iteration import SequenceTag
+    from npuserve.server.model import Model
     from npuserve.server.statistics import ModelStatistics
     from npuserve.tensor import Tensor
 
@@ -42,7 +43,7 @@ class EnsembleParts:
 
     Attributes:
         name, version: of the ensemble.
-        submit: runs a member's request; raises NpuserveError when refused.
+        lookup: (name, version) → the Model of a member; raises NpuserveError.
         now_ns: reads the clock.
         gates: by step; empty without `max_inflight_requests`.
     """
@@ -51,7 +52,7 @@ class EnsembleParts:
     version: str
     graph: EnsembleGraph
     statistics: ModelStatistics
-    submit: Callable[[InferenceRequest], None]
+    lookup: Callable[[str, int], Model]
     now_ns: Callable[[], int]
     gates: Mapping[int, Gate]
 
@@ -59,8 +60,8 @@ class EnsembleParts:
 class Gate:
     """`max_inflight_requests`: how many requests one step may have in flight, over all runs.
 
-    # Differs from Triton: there the thread of the step before is blocked at the limit. Here the
-    # tensors wait, so that no member is held up by another one.
+    At the limit the tensors of further calls wait, and the decoupled step that they come from is
+    asked to pause.
     """
 
     def __init__(self, limit: int) -> None:
@@ -85,7 +86,7 @@ class Gate:
         self._opening = True
         while self.waiting and self._inflight < self._limit:
             call, member = self.waiting.popleft()
-            if call.run.wants_held_call():
+            if call.run.wants_held_call(call):
                 self._inflight += 1
                 call.run.released(call, member)
         self._opening = False
@@ -110,8 +111,8 @@ class EnsembleRun:
     """One request on its way through the graph."""
 
     __slots__ = (
-        "_advancing", "_calls", "_compute_ns", "_held", "_leaves", "_outbox", "_partial", "_parts",
-        "_plan", "_ready", "_request", "_tag", "_tagged",
+        "_advancing", "_calls", "_compute_ns", "_held", "_leaves", "_members", "_outbox",
+        "_partial", "_parts", "_plan", "_ready", "_request", "_tag", "_tagged",
     )  # fmt: skip
 
     def __init__(self, parts: EnsembleParts, request: InferenceRequest) -> None:
@@ -124,7 +125,8 @@ class EnsembleRun:
         # In flight. Taken out at the end, or call and request would keep each other (and the
         # buffers of their tensors) until the garbage collector comes.
         self._calls: dict[StepCall, InferenceRequest] = {}
-        self._held = 0  # calls that wait at a gate
+        self._held: dict[int, int] = {}  # by scope: calls that wait at a gate
+        self._members: dict[int, Model] = {}  # by step; held until the request is answered
         self._advancing = False
         # Iterations still to be answered, in order, by leaf scope.
         self._leaves: dict[int, deque[Iteration]] = {
@@ -139,7 +141,12 @@ class EnsembleRun:
         """Set the request's inputs and start what can start."""
         self._request.on_cancel = self._cancelled
         if self._parts.graph.decoupled:
-            self._request.on_hold = self._hold
+            self._request.on_hold = self._pace
+        try:
+            self._hold_members()
+        except NpuserveError as error:
+            self._fail(error)
+            return
         root = Iteration(ROOT, None, self._plan)
         if ROOT in self._leaves:
             self._leaves[ROOT].append(root)
@@ -147,6 +154,20 @@ class EnsembleRun:
         for name in self._parts.graph.inputs:
             self._settle(root, name, given.get(name))
         self._advance()
+
+    def _hold_members(self) -> None:
+        """Whatever is loaded or unloaded meanwhile, all steps run on the versions of now."""
+        for step in self._plan.steps:
+            model = self._parts.lookup(step.model_name, step.model_version)
+            model.hold()
+            self._members[step.index] = model
+
+    def _finish(self, response: InferenceResponse | None) -> None:
+        """Answer for the last time; no step starts any more."""
+        self._request.deliver(response, True)
+        for model in self._members.values():
+            model.let_go()
+        self._members.clear()
 
     # ---------------------------------------------------------------- tensors
 
@@ -218,14 +239,17 @@ class EnsembleRun:
             if gate is None or gate.enter(call, member):
                 self._submit(call, member)
             else:
-                self._held += 1
+                scope = call.step.scope
+                self._held[scope] = self._held.get(scope, 0) + 1
+                self._pace()
         self._advancing = False
         if not self._request.finished:
             self._answer()
 
-    def wants_held_call(self) -> bool:
+    def wants_held_call(self, call: StepCall) -> bool:
         """A call leaves its gate: whether it is still of use."""
-        self._held -= 1
+        self._held[call.step.scope] -= 1
+        self._pace()
         return not self._request.finished and not self._request.cancelled
 
     def released(self, call: StepCall, member: InferenceRequest) -> None:
@@ -279,19 +303,22 @@ class EnsembleRun:
     def _submit(self, call: StepCall, member: InferenceRequest) -> None:
         self._calls[call] = member
         try:
-            self._parts.submit(member)
+            self._members[call.step.index].accept(member)
         except NpuserveError as error:
             self._ended(call)
             self._fail(error)
         else:
-            if self._request.held and call.step.decoupled:
-                member.hold(True)
+            self._pace()
 
-    def _hold(self, held: bool) -> None:
-        """The client reads slowly: so may the models that make the stream answer."""
+    def _pace(self, _held: bool = False) -> None:
+        """Hold a stream of responses back while its reader, the client or a gate, is behind."""
+        if not self._parts.graph.decoupled:
+            return
         for call, member in tuple(self._calls.items()):
-            if call.step.decoupled:
-                member.hold(held)
+            step = call.step
+            if step.decoupled:
+                gate_is_full = step.may_pause and self._held.get(step.index, 0) > 0
+                member.hold(self._request.held or gate_is_full)
 
     def _ended(self, call: StepCall) -> None:
         del self._calls[call]
@@ -367,7 +394,7 @@ class EnsembleRun:
     def _answer(self) -> None:
         """Send what is complete; end the request when nothing is left to do."""
         request, outbox = self._request, self._outbox
-        over = not self._calls and (not self._held or request.cancelled)
+        over = not self._calls and (request.cancelled or not any(self._held.values()))
         decoupled = self._parts.graph.decoupled
         if not over and not decoupled:
             return
@@ -385,7 +412,7 @@ class EnsembleRun:
             self._count_success()
             while len(outbox) > 1:
                 request.deliver(outbox.popleft(), False)
-            request.deliver(outbox.popleft() if outbox else None, True)
+            self._finish(outbox.popleft() if outbox else None)
 
     def _collect(self) -> None:
         """Turn complete iterations into responses, in the order in which they were opened.
@@ -438,7 +465,7 @@ class EnsembleRun:
         self._ready.clear()
         now = self._parts.now_ns()
         self._parts.statistics.request_failure(reason, now - request.start_ns)
-        request.deliver(InferenceResponse.from_error(error), True)
+        self._finish(InferenceResponse.from_error(error))
         self._cancel_calls()
 
     def _cancelled(self, request: InferenceRequest) -> None:

@@ -44,7 +44,7 @@ class Lifecycle:
         self._options = server.options
         self.factory = ModelFactory(server)
         self._slots = asyncio.Semaphore(self._options.model_load_thread_count)
-        self._draining: dict[str, set[Model]] = {}
+        self._draining: dict[Model, asyncio.Task[None]] = {}
         self.entries: dict[str, ModelEntry] = {}
         self._polled: dict[str, Fingerprint] = {}  # of the last poll
         self._ambiguous: dict[str, tuple[str, ...]] = {}  # of the last scan
@@ -149,12 +149,11 @@ class Lifecycle:
             status.model
             for entry in self.entries.values()
             for status in entry.versions.values()
-            if status.model is not None
+            if status.model is not None and status.model not in self._draining
         ]
         for model in models:
             model.stop_accepting()
-        draining = [model for group in self._draining.values() for model in group]
-        await asyncio.gather(*(self._stop_model(model) for model in {*models, *draining}))
+        await asyncio.gather(*map(self._stop_model, models), *self._draining.values())
         for entry in self.entries.values():
             self._drop_file_override(entry)
 
@@ -331,21 +330,25 @@ class Lifecycle:
 
     def _retire(self, entry: ModelEntry, model: Model, status: VersionStatus | None = None) -> None:
         """Let the model finish what it has in the background, then free it."""
+        if model in self._draining:
+            return
         model.stop_accepting()
-        group = self._draining.setdefault(entry.name, set())
-        group.add(model)
+        files = entry.file_override
 
         async def drain() -> None:
             await self._stop_model(model)
-            group.discard(model)
+            del self._draining[model]
             if status is not None:
                 status.model = None
                 if status.state is ModelState.UNLOADING:
                     status.state, status.reason = ModelState.UNAVAILABLE, "unloaded"
-                    self._drop_file_override(entry)
+                    if entry.file_override is files:  # else a new load has brought others
+                        self._drop_file_override(entry)
                     logger.info("successfully unloaded '%s' version %d", model.name, model.version)
 
-        self._server.spawn(drain(), name=f"drain {model.name}:{model.version}")
+        self._draining[model] = self._server.spawn(
+            drain(), name=f"drain {model.name}:{model.version}"
+        )
 
     async def _stop_model(self, model: Model) -> None:
         try:

@@ -73,11 +73,12 @@ class Model:
         if any(spec.reshape is not None for spec in self.validator.outputs.values()):
             self.pool.reshape_outputs = self._reshape_outputs
         self.inflight = 0
+        self._holds = 0
         self.load_seconds = 0.0
         self._scheduler: Scheduler | None = None
         self._tracer: Tracer | None = None
         self._accepting = False
-        self._drained: asyncio.Event | None = None
+        self._drained = asyncio.Event()
         self._labels: dict[str, list[str]] = {}
         # Called when `ready` may have changed (a worker died or came back).
         self.on_health: Callable[[], None] | None = None
@@ -132,7 +133,6 @@ class Model:
                     instances=self.pool,
                     statistics=self.statistics,
                     clock=services.clock,
-                    submit=services.infer,
                     lookup=services.model,
                     cache=services.cache if self.config.response_cache.enable else None,
                 )
@@ -174,9 +174,23 @@ class Model:
             self.inflight -= 1
             self.statistics.pending -= 1
             request.on_release = None
-            if self._drained is not None and not self.inflight:
-                self._drained.set()
+            self._check_drained()
             raise
+
+    def hold(self) -> None:
+        """Go on serving the caller, even if unloaded meanwhile, until it calls `let_go`.
+
+        An ensemble's request holds the members of its steps, so that they are the same versions
+        from beginning to end.
+        """
+        self._holds += 1
+
+    def let_go(self) -> None:
+        """End a `hold`."""
+        self._holds -= 1
+        if not self._holds and not self._accepting:
+            self.scheduler.stop()
+            self._check_drained()
 
     def labels(self, output: str) -> list[str]:
         """Lines of the output's label file, [] without one."""
@@ -187,17 +201,16 @@ class Model:
         return own or []
 
     def stop_accepting(self) -> None:
-        """New requests are refused; queued ones are still executed."""
+        """New requests are refused, except of who holds it; queued ones are still executed."""
         self._accepting = False
-        if self._scheduler is not None:
+        if self._scheduler is not None and not self._holds:
             self._scheduler.stop()
 
     async def stop(self) -> None:
-        """Refuse new requests, wait for the accepted ones, then free everything."""
+        """Refuse new requests, wait for the accepted ones, then free everything; called once."""
         self.stop_accepting()
-        if self.inflight:
-            self._drained = asyncio.Event()
-            await self._drained.wait()
+        self._check_drained()
+        await self._drained.wait()
         await self._free()
 
     async def _free(self) -> None:
@@ -210,7 +223,11 @@ class Model:
 
     def _released(self, request: InferenceRequest) -> None:
         self.inflight -= 1
-        if self._drained is not None and not self.inflight:
+        if not self._accepting:
+            self._check_drained()
+
+    def _check_drained(self) -> None:
+        if not (self._accepting or self.inflight or self._holds):
             self._drained.set()
 
     def _availability_changed(self) -> None:

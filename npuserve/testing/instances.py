@@ -188,7 +188,6 @@ def context_of(config: ModelConfig, pool: FakePool, **parts: Any) -> SchedulerCo
         "instances": cast("InstancePool", pool),
         "statistics": pool.statistics,
         "clock": pool.clock,
-        "submit": refuse,
         "lookup": refuse,
     }
     return SchedulerContext(**(arguments | parts))

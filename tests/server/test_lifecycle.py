@@ -47,6 +47,21 @@ ensemble_scheduling { step [ { model_name: "%s" model_version: -1
 """
 
 
+SLOW = 'parameters { key: "execute_delay_ms" value { string_value: "50" } }'
+
+TWO_STEPS = """
+platform: "ensemble"
+max_batch_size: 8
+input [ { name: "A" data_type: TYPE_FP32 dims: [ 2 ] } ]
+output [ { name: "B" data_type: TYPE_FP32 dims: [ 2 ] } ]
+ensemble_scheduling { step [
+  { model_name: "first" model_version: -1
+    input_map { key: "X" value: "A" } output_map { key: "Y" value: "t" } },
+  { model_name: "second" model_version: -1
+    input_map { key: "X" value: "t" } output_map { key: "Y" value: "B" } } ] }
+"""
+
+
 def write_model(
     root: Path, name: str, text: str = "", *, width: int = 2, more: str = "", versions: str = "1"
 ) -> None:
@@ -153,15 +168,23 @@ async def test_unload_refuses_new_requests_and_load_brings_the_model_back(tmp_pa
 
 async def test_unloading_answers_what_was_accepted(tmp_path: Path) -> None:
     """A request running when its model is unloaded gets its answer."""
-    write_model(
-        tmp_path, "m", more='parameters { key: "execute_delay_ms" value { string_value: "50" } }'
-    )
+    write_model(tmp_path, "m", more=SLOW)
     async with serve(tmp_path) as server:
         running = asyncio.ensure_future(infer(server, "m"))
         await asyncio.sleep(0)
         await server.unload_model("m")
         assert (await states(server))["m:1"] == "UNLOADING"
         assert (await running).error is None
+
+
+async def test_a_shutdown_waits_for_an_unload_under_way(tmp_path: Path) -> None:
+    """It ends, and what the unloaded model had accepted is answered first."""
+    write_model(tmp_path, "m", more=SLOW)
+    async with serve(tmp_path) as server:
+        running = asyncio.ensure_future(infer(server, "m"))
+        await asyncio.sleep(0)
+        await server.unload_model("m")
+    assert (await running).error is None
 
 
 async def test_a_reload_loses_no_request(tmp_path: Path) -> None:
@@ -276,6 +299,29 @@ async def test_unloading_a_member_unloads_its_ensemble(tmp_path: Path) -> None:
         await server.unload_model("m")
         with pytest.raises(NpuserveError):
             await infer(server, "e", name="A")
+
+
+@pytest.mark.parametrize("operation", ["unload", "reload", "shutdown"])
+async def test_a_running_ensemble_request_keeps_its_members(tmp_path: Path, operation: str) -> None:
+    """A step not started when its model is unloaded or replaced runs on the former one."""
+    write_model(tmp_path, "first", more=SLOW)
+    write_model(tmp_path, "second")
+    write_model(tmp_path, "e", TWO_STEPS)
+    async with serve(tmp_path) as server:
+        former = server.model("second")
+        running = asyncio.ensure_future(infer(server, "e", name="A"))
+        await asyncio.sleep(0)
+        if operation == "unload":
+            await server.unload_model("second")
+            with pytest.raises(NpuserveError):
+                server.model("second")
+        elif operation == "reload":
+            write_model(tmp_path, "second")
+            await server.load_model("second")
+            assert server.model("second") is not former
+        assert not running.done()
+    assert (await running).error is None
+    assert former.statistics.inference_count == 1
 
 
 async def test_unload_dependents_takes_members_nobody_else_needs(tmp_path: Path) -> None:

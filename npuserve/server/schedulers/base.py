@@ -23,7 +23,6 @@ class SchedulerContext:
         config: complete configuration.
         model_dir: for files the configuration names (initial states).
         instances: empty for an ensemble.
-        submit: runs a request of another model (ensembles); raises NpuserveError when refused.
         lookup: (name, version) → the other model's Model, raising NotFoundError or
             UnavailableError; used by ensembles.
         cache: the server's response cache if this model may use it.
@@ -36,7 +35,6 @@ class SchedulerContext:
     instances: InstancePool
     statistics: ModelStatistics
     clock: Clock
-    submit: Callable[[InferenceRequest], None]
     lookup: Callable[[str, int], Any]
     cache: Any = None
 

@@ -37,7 +37,7 @@ class EnsembleScheduler:
             version=str(context.version),
             graph=graph,
             statistics=context.statistics,
-            submit=context.submit,
+            lookup=context.lookup,
             now_ns=context.clock.now_ns,
             gates={index: Gate(limit) for index in steps} if limit else {},
         )

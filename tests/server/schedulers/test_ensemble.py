@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -87,6 +88,7 @@ class Members:
 
     def __init__(self, *configs: ModelConfig) -> None:
         self._configs = {each.name: each for each in configs}
+        self.holds: Counter[str] = Counter()
         self.waiting: list[InferenceRequest] = []
         self.seen: list[InferenceRequest] = []
         self.at_once: dict[str, Callable[[Values], Values]] = {}
@@ -95,11 +97,14 @@ class Members:
         if name not in self._configs:
             raise NotFoundError(f"Request for unknown model: '{name}' is not found")
         return SimpleNamespace(
-            config=self._configs[name], labels=lambda output: [f"{name} {output}"]
+            config=self._configs[name],
+            labels=lambda output: [f"{name} {output}"],
+            accept=self.accept,
+            hold=lambda: self.holds.update([name]),
+            let_go=lambda: self.holds.subtract([name]),
         )
 
-    def submit(self, request: InferenceRequest) -> None:
-        self.lookup(request.model_name, request.model_version)
+    def accept(self, request: InferenceRequest) -> None:
         self.seen.append(request)
         function = self.at_once.get(request.model_name)
         if function is not None:
@@ -151,7 +156,6 @@ class Ensemble:
                 instances=None,  # type: ignore[arg-type]
                 statistics=self.statistics,
                 clock=self.clock,
-                submit=self.members.submit,
                 lookup=self.members.lookup,
                 cache=cache,
             )
@@ -360,11 +364,30 @@ def test_an_error_of_a_member_names_the_ensemble_and_stops_the_rest() -> None:
 def test_a_member_that_is_gone_fails_the_request_with_its_error() -> None:
     """A member unloaded under the ensemble is a clear error to the requests concerned."""
     ensemble = Ensemble(CHAIN, *CHAIN_MEMBERS)
+    ensemble.members.unload("two")
+    _, answers = ensemble.infer({"A": 1}, ("END",))
+    assert str(answers.error) == "in ensemble 'e', Request for unknown model: 'two' is not found"
+    assert not ensemble.members.waiting
+    assert not ensemble.members.holds.total()
+    _, answers = ensemble.infer({"A": 1}, ("SIDE",))
+    ensemble.members.answer(ensemble.members.take("three"), {"Y": 3})
+    assert answers.outputs == [{"SIDE": 3}]
+
+
+def test_a_request_keeps_the_members_it_began_with() -> None:
+    """They are held until its final answer, so that one unloaded meanwhile still runs."""
+    ensemble = Ensemble(CHAIN, *CHAIN_MEMBERS)
     members = ensemble.members
     _, answers = ensemble.infer({"A": 1}, ("END",))
-    members.unload("two")
-    members.answer(members.take("one"), {"Y": 1})
-    assert str(answers.error) == ("in ensemble 'e', Request for unknown model: 'two' is not found")
+    assert members.holds == {"one": 1, "two": 1}
+    members.answer(members.take("one"), {"Y": 2})
+    members.answer(members.take("two"), {"Y": 3})
+    assert answers.outputs == [{"END": 3}]
+    assert not members.holds.total()
+    _, answers = ensemble.infer({"A": 1}, ("END",))
+    members.fail(members.take("one"), InternalError("broken"))
+    assert answers.error.code is StatusCode.INTERNAL
+    assert not members.holds.total()
 
 
 def test_cancellation_reaches_running_steps_and_starts_no_new_one() -> None:
@@ -569,6 +592,30 @@ def test_the_limit_of_requests_in_flight_holds_over_all_requests() -> None:
     ]  # fmt: skip
     assert runs[2][1].error.code is StatusCode.CANCELLED
     assert ensemble.scheduler.queued == 0
+
+
+@pytest.mark.parametrize(
+    ("behind", "pauses"),
+    [pytest.param("one", True, id="another model"), pytest.param("stream", False, id="the same")],
+)
+def test_a_stream_pauses_while_the_step_behind_it_is_full(behind: str, pauses: bool) -> None:
+    """So tensors do not pile up; but nothing waits for an instance that it pauses itself."""
+    chain = (step("stream", "X=A", "Y=t"), step(behind, "X=t", "Y=C"))
+    text = io("input", "A") + io("output", "C") + steps(*chain, extra="max_inflight_requests: 1")
+    ensemble = Ensemble(text, STREAM, ONE)
+    members = ensemble.members
+    _, answers = ensemble.infer({"A": 0})
+    stream = members.take("stream")
+    members.answer(stream, {"Y": 1}, final=False)
+    assert not stream.held
+    members.answer(stream, {"Y": 2}, final=False)
+    assert stream.held == pauses
+    members.answer(members.take(behind), {"Y": 10})
+    assert not stream.held
+    members.answer(stream, None)
+    members.answer(members.take(behind), {"Y": 20})
+    assert answers.outputs == [{"C": 10}, {"C": 20}]
+    assert answers.final == 1
 
 
 def test_a_stopped_scheduler_refuses_new_requests() -> None:

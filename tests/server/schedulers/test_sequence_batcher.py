@@ -126,7 +126,6 @@ class Model:
                 instances=self.pool,
                 statistics=self.statistics,
                 clock=self.clock,
-                submit=cast("Any", None),
                 lookup=cast("Any", None),
             )
         )
