@@ -174,11 +174,18 @@ class HttpSession(HttpToolsProtocol):
                 self._add_known_body(data)
                 return
         elif self._phase is _Phase.HEAD:
+            self._continue_head(data)
+            return
+        self._feed(data)
+
+    def _continue_head(self, data: memoryview) -> None:
+        """Feed more of a request head; only what does not end it counts, a body may follow."""
+        begun = self._begun
+        self._feed(data)
+        if self._phase is _Phase.HEAD and self._begun == begun:
             self._head_bytes += len(data)
             if self._head_bytes > MAX_HEAD_BYTES:
                 self.send_400_response("request head is too large")
-                return
-        self._feed(data)
 
     def _learn_head(self, data: memoryview) -> None:
         """Keep the head of the infer request that `data` begins with, if it is plain."""

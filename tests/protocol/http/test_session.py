@@ -299,6 +299,12 @@ async def test_continue_is_sent_when_asked_for(wire: Wire) -> None:
     assert wire.statuses == [100, 200]
 
 
+def test_a_large_body_behind_the_end_of_a_head_is_no_large_head() -> None:
+    """The head comes in two packets, the second of which has a body above the limit of heads."""
+    request = post_binary(*infer_binary(bytes(2 * MAX_HEAD_BYTES)))
+    assert in_loop([request[:5], request[5:]]).statuses == [200]
+
+
 async def test_no_continue_for_a_refused_body(server: FakeServer) -> None:
     """A body that is too large is refused at once."""
     wire = Wire(server, http_max_body_size=50_000)
@@ -372,3 +378,16 @@ async def test_no_response_at_all_is_an_error() -> None:
     held.requests.get_nowait().deliver(None, final=True)
     assert wire.statuses == [500]
     wire.close()
+
+
+async def test_a_client_that_leaves_while_it_sends_is_no_error(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is no news for the log, whatever it was about to ask."""
+    running = await start()
+    for path in ("/v2/repository/index", "/v2/models/echo/generate", "/v2/models/echo/infer"):
+        client = await running.connect()
+        await client.send(f"POST {path} HTTP/1.1\r\nContent-Length: 9000\r\n\r\n{{".encode())
+        client.writer.transport.abort()
+    await running.http.stop(1)
+    assert caplog.text == ""
