@@ -72,7 +72,9 @@ def _unpack(archive: Path) -> Path:
     unpacked = Path(tempfile.mkdtemp(dir=root))
     try:
         with tarfile.open(archive) as tar:
-            tar.extractall(unpacked, filter="tar")
+            # Python before 3.11.4 (Debian 12) has no filters, and no parameter for one.
+            tar.extraction_filter = getattr(tarfile, "tar_filter", None)
+            tar.extractall(unpacked)
         unpacked.rename(target)  # all or nothing, whoever else does the same
     except OSError:
         shutil.rmtree(unpacked, ignore_errors=True)

@@ -251,7 +251,9 @@ async def test_packed_environment_is_activated(tmp_path: Path) -> None:
     environment = tmp_path / "packed"
     (environment / "bin").mkdir(parents=True)
     (environment / "bin" / "python").symlink_to(sys.executable)
-    (environment / "bin" / "activate").write_text("export ACTIVATED=yes\n")
+    packages = Path(np.__file__).parent.parent  # the interpreter alone may have no NumPy
+    activate = f"export ACTIVATED=yes\nexport PYTHONPATH='{packages}'\n"
+    (environment / "bin" / "activate").write_text(activate)
     archive = tmp_path / "env.tar.gz"
     with tarfile.open(archive, "w:gz") as tar:
         tar.add(environment, ".")
