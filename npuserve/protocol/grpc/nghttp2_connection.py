@@ -289,24 +289,26 @@ class Connection(asyncio.BufferedProtocol):
         # uvloop raises when one writes to a transport that is already closed.
         if transport is None or transport.is_closing():
             return
-        h2 = self.h2
+        try:
+            self._write(transport)
+            for event in self.h2.events():  # the last frame of a stream closes it
+                self._handle(event)
+        except ngh2.NGH2Error:
+            self._closing = True  # broken by the peer: libnghttp2 has no more to say
+        if self._queued:
+            self._update_queued()
+        if self._closing:
+            transport.close()
+
+    def _write(self, transport: asyncio.Transport) -> None:
         while not self._write_paused:
-            data = h2.data_to_send(_WRITE_BYTES)
+            data = self.h2.data_to_send(_WRITE_BYTES)
             if data:
                 transport.write(data)
             if len(data) < _WRITE_BYTES:
                 if not self._to_reset:
                     break
                 self._reset_answered()
-        try:
-            for event in h2.events():  # the last frame of a stream closes it
-                self._handle(event)
-        except ngh2.NGH2Error:
-            self._closing = True
-        if self._queued:
-            self._update_queued()
-        if self._closing:
-            transport.close()
 
     def _reset_answered(self) -> None:
         for stream_id in self._to_reset:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from npuserve.protocol.grpc.transport import Method, TransportOptions
 
 _READ_BYTES = 256 * 1024
+_BACKLOG = 2048
 _CLOSE_S = 1.0  # for the last bytes of connections that are being closed
 _GZIP_LEVELS = {"none": 0, "low": 1, "medium": 6, "high": 9}
 
@@ -57,7 +58,7 @@ class Nghttp2Transport:
             self.options.address,
             self.options.port,
             reuse_port=self.options.reuse_port or None,
-            backlog=1024,
+            backlog=_BACKLOG,
         )
 
     async def stop(self, grace_s: float) -> None:

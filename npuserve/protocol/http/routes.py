@@ -15,6 +15,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from npuserve.errors import NpuserveError
 from npuserve.protocol.http import bodies
@@ -102,6 +103,7 @@ def create_application(
         redirect_slashes=False,
         exception_handlers={
             NpuserveError: _npuserve_error,
+            ClientDisconnect: _client_gone,
             HTTPException: _http_error,
             Exception: _unexpected_error,
         },
@@ -222,6 +224,11 @@ async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     text = "Method Not Allowed" if error.status_code == 405 else "Not Found"
     return Response(error_body(text), error.status_code, error.headers, "application/json")
+
+
+async def _client_gone(request: Request, error: Exception) -> Response:
+    """Nobody reads this; the client left while it sent its body."""
+    return Response(status_code=400)
 
 
 async def _unexpected_error(request: Request, error: Exception) -> Response:

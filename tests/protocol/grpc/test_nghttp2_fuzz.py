@@ -49,6 +49,44 @@ class Socket(asyncio.Transport):
     abort = close
 
 
+class FuzzRig:
+    """A transport without a listener, over a fake core.
+
+    Attributes:
+        errors: what was raised into the loop.
+    """
+
+    def __init__(self) -> None:
+        self.errors: list[dict[str, Any]] = []
+        core = self.core = FakeServer()
+        core.loop.set_exception_handler(lambda _, context: self.errors.append(context))
+        core.loop.set_debug(False)
+        registry = SharedMemoryRegistry()
+        servicer = Servicer(
+            core,  # type: ignore[arg-type]
+            registry,
+            InferFrontEnd(core, registry, None),  # type: ignore[arg-type]
+            restricted={},
+            max_unsent=2,
+        )
+        options = transport_options(ServerOptions(model_repository=("unused",)))
+        self.transport = Nghttp2Transport(
+            servicer.methods(), options, core.loop, core.buffer_pool.lease
+        )
+
+    def connect(self) -> tuple[Connection, Socket]:
+        """A new connection and its end of the socket."""
+        connection, socket = Connection(self.transport), Socket()
+        connection.connection_made(socket)
+        return connection, socket
+
+
+@pytest.fixture
+async def rig() -> FuzzRig:
+    """See `FuzzRig`."""
+    return FuzzRig()
+
+
 def conversation(dice: random.Random, paths: list[bytes]) -> bytearray:
     """What a client sends in a few calls, some of them odd, some of the bytes damaged."""
     client = ngh2.Connection(ngh2.Role.CLIENT)
@@ -106,40 +144,81 @@ def answer_held(core: FakeServer, dice: random.Random) -> None:
             held.deliver(response_of(held), dice.random() < 0.5)
 
 
-@pytest.mark.parametrize("seed", range(4))
-async def test_no_conversation_breaks_the_server(seed: int) -> None:
-    """Whatever comes, nothing is raised into the loop and no call is left over."""
-    errors: list[dict[str, Any]] = []
-    core = FakeServer()
-    core.loop.set_exception_handler(lambda _, context: errors.append(context))
-    core.loop.set_debug(False)
-    options = ServerOptions(model_repository=("unused",))
-    front_end = InferFrontEnd(core, SharedMemoryRegistry(), None)  # type: ignore[arg-type]
-    servicer = Servicer(
-        core,  # type: ignore[arg-type]
-        SharedMemoryRegistry(),
-        front_end,
-        restricted={},
-        max_unsent=2,
+def frame(kind: int, flags: int, stream_id: int, payload: bytes = b"") -> bytes:
+    """One HTTP/2 frame."""
+    head = len(payload).to_bytes(3, "big") + bytes([kind, flags])
+    return head + stream_id.to_bytes(4, "big") + payload
+
+
+def call_head() -> bytes:
+    """The header block of a call."""
+    client = ngh2.Connection(ngh2.Role.CLIENT)
+    client.initiate_connection({})
+    client.data_to_send()
+    client.send_request(
+        [
+            (b":method", b"POST"), (b":scheme", b"http"), (b":authority", b"x"),
+            (b":path", b"/inference.GRPCInferenceService/ModelInfer"),
+            (b"content-type", b"application/grpc"),
+        ]
+    )  # fmt: skip
+    return client.data_to_send()[9:]
+
+
+def rapid_reset() -> bytes:
+    """Calls opened and reset at once (CVE-2023-44487)."""
+    head, reset = call_head(), (8).to_bytes(4, "big")
+    return b"".join(
+        frame(1, 4, stream_id, head) + frame(3, 0, stream_id, reset)
+        for stream_id in range(1, 90_001, 2)
     )
-    methods = servicer.methods()
-    lease = core.buffer_pool.lease
-    transport = Nghttp2Transport(methods, transport_options(options), core.loop, lease)
-    paths = [b"/no/method", *(method.path.encode() for method in methods)] + [
-        method.path.encode() for method in methods[:2] * 20
-    ]
+
+
+# Name → what a client sends after the preface, repeated until the server hangs up.
+FLOODS = {
+    "rapid reset": rapid_reset(),
+    "continuation": frame(1, 0, 1, call_head()) + frame(9, 0, 1, b"\x40\1a\1b" * 100) * 200,
+    "empty continuation": frame(1, 0, 1, call_head()) + frame(9, 0, 1) * 2000,
+    "settings": frame(4, 0, 0) * 20_000,
+    "ping": frame(6, 0, 0, b"12345678") * 20_000,
+    "empty data": frame(1, 4, 1, call_head()) + frame(0, 0, 1) * 20_000,
+}
+
+
+@pytest.mark.parametrize("name", FLOODS)
+async def test_floods_end_their_connection(rig: FuzzRig, name: str) -> None:
+    """Nothing is raised into the loop, nothing is left; the socket is closed soon."""
+    connection, socket = rig.connect()
+    head = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(4, 0, 0)
+    data = memoryview(head + FLOODS[name])
+    room = connection.get_buffer(-1)
+    while data and not socket.closed:
+        count = min(len(room), len(data))
+        room[:count] = data[:count]
+        data = data[count:]
+        connection.buffer_updated(count)
+    assert socket.closed
+    connection.connection_lost(None)
+    assert rig.transport.active_calls == 0
+    await asyncio.sleep(0)  # what was scheduled
+    assert rig.errors == []
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_no_conversation_breaks_the_server(rig: FuzzRig, seed: int) -> None:
+    """Whatever comes, nothing is raised into the loop and no call is left over."""
+    paths = [b"/no/method", *rig.transport.methods] + list(rig.transport.methods)[:2] * 20
     dice = random.Random(seed)
     for _ in range(150):
-        connection, socket = Connection(transport), Socket()
-        connection.connection_made(socket)
+        connection, socket = rig.connect()
         play(connection, socket, conversation(dice, paths), dice)
-        answer_held(core, dice)
+        answer_held(rig.core, dice)
         await asyncio.sleep(0)  # what was scheduled is written
         for end in (connection.drain, connection.close):
             if dice.random() < 0.3:
                 end()
         connection.connection_lost(None)
-        assert transport.active_calls == 0
-        assert not transport.connections
+        assert rig.transport.active_calls == 0
+        assert not rig.transport.connections
     await asyncio.sleep(0)
-    assert errors == []
+    assert rig.errors == []
