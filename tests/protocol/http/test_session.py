@@ -378,16 +378,3 @@ async def test_no_response_at_all_is_an_error() -> None:
     held.requests.get_nowait().deliver(None, final=True)
     assert wire.statuses == [500]
     wire.close()
-
-
-async def test_a_client_that_leaves_while_it_sends_is_no_error(
-    start: Start, caplog: pytest.LogCaptureFixture
-) -> None:
-    """It is no news for the log, whatever it was about to ask."""
-    running = await start()
-    for path in ("/v2/repository/index", "/v2/models/echo/generate", "/v2/models/echo/infer"):
-        client = await running.connect()
-        await client.send(f"POST {path} HTTP/1.1\r\nContent-Length: 9000\r\n\r\n{{".encode())
-        client.writer.transport.abort()
-    await running.http.stop(1)
-    assert caplog.text == ""
