@@ -156,27 +156,26 @@ class HttpSession(HttpToolsProtocol):
 
     def received(self, data: memoryview) -> None:
         """Bytes of the client; what is kept of them is copied."""
-        if self._phase is _Phase.DISCARD or self.transport.is_closing():
-            return
-        if self._phase is _Phase.IDLE:
-            known = self._known
-            if known is not None and data[: len(known.text)].tobytes() == known.text:
-                self._begin_known(known, data[len(known.text) :])
-            else:
+        while data and self._phase is not _Phase.DISCARD and not self.transport.is_closing():
+            if self._phase is _Phase.IDLE:
+                known = self._known
+                if known is not None and data[: len(known.text)].tobytes() == known.text:
+                    self._begin_known(known)
+                    data = data[len(known.text) :]
+                    continue
                 begun = self._begun
                 self._feed(data)
                 if self._begun == begun + 1:
                     self._learn_head(data)
+            elif self._phase is _Phase.HEAD:
+                self._continue_head(data)
+            else:
+                self._since = self.loop.time()
+                if self._missing:
+                    data = self._add_known_body(data)
+                    continue
+                self._feed(data)
             return
-        if self._phase is _Phase.BODY:
-            self._since = self.loop.time()
-            if self._missing:
-                self._add_known_body(data)
-                return
-        elif self._phase is _Phase.HEAD:
-            self._continue_head(data)
-            return
-        self._feed(data)
 
     def _continue_head(self, data: memoryview) -> None:
         """Feed more of a request head; only what does not end it counts, a body may follow."""
@@ -196,20 +195,21 @@ class HttpSession(HttpToolsProtocol):
         body_bytes = exchange.body_bytes if self._phase is _Phase.BODY else headers.content_length
         text = data[: len(data) - body_bytes].tobytes()
         plain = headers.content_length and exchange.keep_alive and not headers.expects_continue
-        if plain and text.endswith(b"\r\n\r\n") and len(text) <= _MAX_KNOWN_HEAD_BYTES:
+        # The head and nothing but the head: what looks like its end must be the first such place.
+        is_head = text.find(b"\r\n\r\n") == len(text) - 4 and b"\n\n" not in text
+        if plain and is_head and len(text) <= _MAX_KNOWN_HEAD_BYTES:
             self._known = _KnownHead(text, exchange.target, headers)
 
-    def _begin_known(self, known: _KnownHead, rest: memoryview) -> None:
+    def _begin_known(self, known: _KnownHead) -> None:
         service = self.front.infer
         assert service is not None
         self._since = self.loop.time()
         self._phase = _Phase.BODY
         self._missing = known.headers.content_length
         self._begin_infer(InferExchange(self, service, known.target, known.headers, True))
-        if rest:
-            self._add_known_body(rest)
 
-    def _add_known_body(self, data: memoryview) -> None:
+    def _add_known_body(self, data: memoryview) -> memoryview:
+        """Take what belongs to the body; gives back what does not."""
         exchange, missing = self.cycle, self._missing
         assert type(exchange) is InferExchange
         body = data[:missing].tobytes()
@@ -218,8 +218,7 @@ class HttpSession(HttpToolsProtocol):
         if not self._missing and self._phase is _Phase.BODY:
             self._phase = _Phase.IDLE
             exchange.body_complete()
-            if len(data) > missing:
-                self.received(data[missing:])
+        return data[missing:]
 
     def _feed(self, data: memoryview) -> None:
         try:

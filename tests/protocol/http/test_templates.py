@@ -61,6 +61,22 @@ def test_repeated_requests_in_one_packet_are_all_answered() -> None:
     assert in_loop([SMALL, SMALL + OTHER_DATA + JSON]).statuses == [200, 200, 200, 200]
 
 
+def test_hundreds_of_small_requests_in_one_packet_are_all_answered() -> None:
+    """However many requests a read holds, each gets its reply."""
+    small = post(PATH, b"{}")
+    count = 60_000 // len(small)
+    assert in_loop([small, small * count]).statuses == [400] * (count + 1)
+
+
+def test_a_body_that_looks_like_the_end_of_a_head_is_no_head() -> None:
+    """Bytes of a body never become part of what is taken for a known head."""
+    body = b"\r\n\r\n" + infer_json([1])
+    request = post(PATH, body)
+    wire = in_loop([request + b"\r\n\r\n", request, post(PATH, infer_json([1], id="z"))])
+    assert wire.statuses == [200, 200, 200]
+    assert wire.ids[-1] == "z"
+
+
 def test_a_known_head_does_not_outlive_a_different_one() -> None:
     """The last head counts; a head that only begins alike is parsed."""
     wire = in_loop([SMALL, LONGER, SMALL, CHANGED_HEADER, SMALL])
