@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from npuserve.server.metadata import ModelIndexEntry, ModelMetadata, ServerMetadata
 
 _T = TypeVar("_T")
-InputValue = "NDArray[Any] | Tensor | Sequence[Any]"
 
 
 @dataclass

@@ -30,11 +30,6 @@ _LENGTH = struct.Struct("<I")
 Values = Sequence[Any] | NDArray[Any]
 
 
-def is_known_datatype(datatype: str) -> bool:
-    """Whether `datatype` is one of the wire's names."""
-    return datatype in NUMPY_DTYPE
-
-
 # ---------------------------------------------------------------- JSON → bytes
 
 

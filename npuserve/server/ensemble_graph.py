@@ -77,7 +77,6 @@ class Step:
         decoupled: whether the member may answer any number of times.
         may_pause: whether its responses can be held back without holding up another step.
         scope: how often it runs; see the module.
-        output_scope: `index` for a decoupled step, else `scope`.
     """
 
     index: int
@@ -89,7 +88,6 @@ class Step:
     decoupled: bool
     may_pause: bool
     scope: int
-    output_scope: int
 
 
 @dataclass(frozen=True)
@@ -241,7 +239,6 @@ class EnsembleGraph:
             decoupled=decoupled,
             may_pause=index in self._pausable,
             scope=scope,
-            output_scope=index if decoupled else scope,
         )
 
     def _common_scope(self, index: int, model: str, tensors: Iterable[str]) -> int:

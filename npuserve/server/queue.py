@@ -16,16 +16,12 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from npuserve.errors import UnavailableError
+from npuserve.server.validation import request_prefix
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from npuserve.request import InferenceRequest
-
-
-def request_prefix(request: InferenceRequest) -> str:
-    """`[request id: …] `, as Triton begins the texts of scheduling errors."""
-    return f"[request id: {request.id or '<id_unknown>'}] "
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +122,7 @@ class Level:
         """See `PriorityQueue.push`."""
         policy = self.policy
         if policy.max_size and self.unexpired.live + self.delayed.live >= policy.max_size:
-            raise UnavailableError(request_prefix(request) + "Exceeds maximum queue size")
+            raise UnavailableError(request_prefix(request.id) + "Exceeds maximum queue size")
         self.unexpired.append(request)
         if policy.timeout_ns:
             deadline_ns = now_ns + policy.request_timeout_ns(request)

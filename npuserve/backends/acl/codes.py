@@ -11,7 +11,6 @@ from typing import NamedTuple
 SUCCESS = 0
 REPEAT_INITIALIZE = 100002
 REPEAT_FINALIZE = 100037
-COMPILING_STUB_MODE = 100039
 
 MALLOC_HUGE_FIRST = 0
 
@@ -52,32 +51,11 @@ class MemoryAttribute(IntEnum):
 EVENT_SYNC = 0x1
 
 
-class RunMode(IntEnum):
-    """Whether this process runs on the chip itself or on a host with PCIe cards."""
-
-    DEVICE = 0
-    HOST = 1
-
-
-class AippType(IntEnum):
-    """Image preprocessing that was compiled into an input."""
-
-    NONE = 0
-    STATIC = 1
-    DYNAMIC = 2
-    DYNAMIC_PARAMETERS = 3
-
-
 # aclDataType → wire datatype. Absent numbers (strings, complex, sub-byte, FP8) are not served.
 DATATYPE_BY_ACL: dict[int, str] = {
     0: "FP32", 1: "FP16", 2: "INT8", 3: "INT32", 4: "UINT8", 6: "INT16", 7: "UINT16",
     8: "UINT32", 9: "INT64", 10: "UINT64", 11: "FP64", 12: "BOOL", 27: "BF16",
 }  # fmt: skip
-ACL_BY_DATATYPE: dict[str, int] = {name: number for number, name in DATATYPE_BY_ACL.items()}
-
-FORMAT_NCHW = 0
-FORMAT_NHWC = 1
-FORMAT_ND = 2
 
 
 class CodeInfo(NamedTuple):

@@ -11,14 +11,6 @@ from dataclasses import dataclass
 
 from npuserve.errors import InvalidArgumentError
 
-# Triton's keys about its shared memory and queues, which have no counterpart here.
-IGNORED = frozenset(
-    {
-        "shm-default-byte-size", "shm-growth-byte-size", "shm-region-prefix-name",
-        "shm_message_queue_size", "thread-pool-size",
-    }
-)  # fmt: skip
-
 
 @dataclass(frozen=True)
 class WorkerSettings:

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 from npuserve.errors import RequestCancelledError, UnavailableError
 from npuserve.server.execution import reject
-from npuserve.server.queue import Lane, request_prefix
+from npuserve.server.queue import Lane
 from npuserve.server.response_cache import ModelCache
+from npuserve.server.validation import request_prefix
 
 if TYPE_CHECKING:
     from npuserve.request import InferenceRequest
@@ -45,7 +46,7 @@ class DefaultScheduler:
     def enqueue(self, request: InferenceRequest) -> None:
         """See `Scheduler.enqueue`."""
         if self._stopping:
-            raise UnavailableError(request_prefix(request) + STOPPING)
+            raise UnavailableError(request_prefix(request.id) + STOPPING)
         if request.cancelled:
             reject(request, RequestCancelledError(""), self._statistics)
             return

@@ -15,12 +15,13 @@ from npuserve.errors import RequestCancelledError, UnavailableError
 from npuserve.server.batch_strategy import load_strategy
 from npuserve.server.batching import BatchRules, Plan, plan_batch
 from npuserve.server.execution import reject
-from npuserve.server.queue import PriorityQueue, request_prefix
+from npuserve.server.queue import PriorityQueue
 from npuserve.server.regrouping import NEVER, Regrouping
 from npuserve.server.response_cache import ModelCache
 from npuserve.server.response_order import ResponseOrder
 from npuserve.server.schedulers.default import STOPPING
 from npuserve.server.statistics import FailureReason
+from npuserve.server.validation import request_prefix
 
 if TYPE_CHECKING:
     from npuserve.clock import Timer
@@ -88,7 +89,7 @@ class DynamicBatcher:
     def enqueue(self, request: InferenceRequest) -> None:
         """See `Scheduler.enqueue`."""
         if self._stopping:
-            raise UnavailableError(request_prefix(request) + STOPPING)
+            raise UnavailableError(request_prefix(request.id) + STOPPING)
         if request.cancelled:
             reject(request, RequestCancelledError(""), self._statistics)
             return
