@@ -43,10 +43,6 @@ ALLOWED: list[tuple[str, set[str]]] = [
             "npuserve.model_repository",
         },
     ),
-    (  # SageMaker names the models of a folder itself, so their config.pbtxt is read and renamed
-        "npuserve.protocol.http.sagemaker_models",
-        {"npuserve.protocol.http", "npuserve.server", "npuserve.model_repository.pbtxt"},
-    ),
     ("npuserve.protocol.http", {"npuserve.protocol", "npuserve.server", "npuserve.log"}),
     ("npuserve.protocol.grpc", {"npuserve.protocol", "npuserve.server", "npuserve.log"}),
     ("npuserve.protocol", {"npuserve.server"}),

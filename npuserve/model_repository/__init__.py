@@ -5,6 +5,7 @@ Knows no scheduler and no wire format. `repository.py` is the door; the rest is 
 
 from npuserve.model_repository.defaults import normalize
 from npuserve.model_repository.layout import Fingerprint, ModelDirectory, Scan
+from npuserve.model_repository.pbtxt import parse_config
 from npuserve.model_repository.repository import (
     fingerprint,
     load_config,
@@ -20,6 +21,7 @@ __all__ = [
     "fingerprint",
     "load_config",
     "normalize",
+    "parse_config",
     "scan",
     "select_versions",
     "validate_config",

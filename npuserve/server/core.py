@@ -22,6 +22,7 @@ from npuserve.errors import (
 )
 from npuserve.log import LogSettings
 from npuserve.model_config import datatype_name
+from npuserve.model_repository import parse_config
 from npuserve.server.lifecycle import Lifecycle
 from npuserve.server.metadata import (
     ModelIndexEntry,
@@ -328,6 +329,18 @@ class InferenceServer:
     async def repository_index(self, ready_only: bool = False) -> list[ModelIndexEntry]:
         """Every model of the repositories with the state of its versions, by name."""
         return await self.lifecycle.index(ready_only)
+
+    @staticmethod
+    def parse_config(text: str, source: str) -> ModelConfig:
+        """The configuration that a config.pbtxt holds, for platforms that bring their own.
+
+        Args:
+            source: where the text is from, for errors.
+
+        Raises:
+            InvalidArgumentError: it does not parse.
+        """
+        return parse_config(text, source)
 
     # ---------------------------------------------------------------- called by the lifecycle
 

@@ -1,8 +1,12 @@
-"""Requests of a cloud platform's endpoint, answered by the ordinary application."""
+"""Requests of a cloud platform's endpoint, answered by the ordinary application or refused."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
+
+from starlette.responses import Response
+
+from npuserve.protocol.http.reply import error_body
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -40,3 +44,8 @@ class Forward:
             await send(message)
 
         await self._application(inner, receive, translated)
+
+
+def error_response(status: int, text: str) -> Response:
+    """An error that the endpoint itself finds."""
+    return Response(error_body(text), status, media_type="application/json")

@@ -124,6 +124,29 @@ class Listener:
         await asyncio.gather(*state.tasks, return_exceptions=True)
 
 
+class HttpService:
+    """Base of the services that listen for HTTP; a subclass sets `_listener`."""
+
+    _listener: Listener
+
+    @property
+    def port(self) -> int:
+        """The port, once started."""
+        return self._listener.port
+
+    async def start(self) -> None:
+        """Bind and accept.
+
+        Raises:
+            UnavailableError: the address is taken.
+        """
+        await self._listener.start()
+
+    async def stop(self, grace_s: float) -> None:
+        """Accept no more; requests in progress have `grace_s` seconds to end."""
+        await self._listener.stop(grace_s)
+
+
 def _bind(address: str, port: int, reuse_port: bool) -> socket.socket:
     try:
         family, kind, protocol, _, place = socket.getaddrinfo(

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 from starlette.responses import Response
 
-from npuserve.protocol.http.listener import Listener
+from npuserve.protocol.http.listener import HttpService, Listener
 from npuserve.protocol.http.session import FrontEnd
-from npuserve.protocol.prometheus import render
+from npuserve.protocol.prometheus import CONTENT_TYPE, render
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from npuserve.server.core import InferenceServer
 
 
-class MetricsServer:
+class MetricsServer(HttpService):
     """`GET /metrics`; any other path is an empty 200, any other method 405, as with Triton."""
 
     def __init__(self, server: InferenceServer, options: ServerOptions) -> None:
@@ -29,23 +29,6 @@ class MetricsServer:
             options.metrics_port,
         )
 
-    @property
-    def port(self) -> int:
-        """The port, once started."""
-        return self._listener.port
-
-    async def start(self) -> None:
-        """Bind and accept.
-
-        Raises:
-            UnavailableError: the address is taken.
-        """
-        await self._listener.start()
-
-    async def stop(self, grace_s: float) -> None:
-        """Accept no more and close; a scrape in progress ends first."""
-        await self._listener.stop(grace_s)
-
     async def _application(self, scope: Scope, receive: Receive, send: Send) -> None:
         response = self._answer(scope["method"], scope["path"])
         await response(scope, receive, send)
@@ -55,4 +38,4 @@ class MetricsServer:
             return Response(status_code=405)
         if path != "/metrics":
             return Response(status_code=200)
-        return Response(render(self._server), media_type="text/plain; charset=utf-8")
+        return Response(render(self._server), media_type=CONTENT_TYPE)

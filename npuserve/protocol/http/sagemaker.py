@@ -9,11 +9,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from npuserve.errors import InvalidArgumentError, NpuserveError
-from npuserve.protocol.http.cloud_forward import Forward
+from npuserve.protocol.http.cloud_forward import Forward, error_response
 from npuserve.protocol.http.cloud_mime import BinaryMime
 from npuserve.protocol.http.infer import InferService
-from npuserve.protocol.http.listener import Listener
-from npuserve.protocol.http.reply import error_body
+from npuserve.protocol.http.listener import HttpService, Listener
 from npuserve.protocol.http.routes import create_application
 from npuserve.protocol.http.sagemaker_models import SageMakerModels, is_memory_error
 from npuserve.protocol.http.session import FrontEnd
@@ -34,7 +33,7 @@ _MODEL = re.compile(r"/models/([^/]+)")
 _INVOKE = re.compile(r"/models/([^/]+)/invoke")
 
 
-class SageMakerServer:
+class SageMakerServer(HttpService):
     """SageMaker's container contract, for one model and for many (multi-model endpoints).
 
     Args:
@@ -63,22 +62,9 @@ class SageMakerServer:
             self._answer, FrontEnd(options), options.http_address, options.sagemaker_port
         )
 
-    @property
-    def port(self) -> int:
-        """The port, once started."""
-        return self._listener.port
-
-    async def start(self) -> None:
-        """Bind and accept.
-
-        Raises:
-            UnavailableError: the address is taken.
-        """
-        await self._listener.start()
-
     async def stop(self, grace_s: float) -> None:
-        """Accept no more; requests in progress have `grace_s` seconds to end."""
-        await self._listener.stop(grace_s)
+        """See `HttpService.stop`."""
+        await super().stop(grace_s)
         self._infer.close()
         self._models.close()
 
@@ -86,7 +72,7 @@ class SageMakerServer:
         try:
             responder = await self._responder(Request(scope, receive))
         except NpuserveError as error:
-            responder = _error(http_status(error.code), str(error))
+            responder = error_response(http_status(error.code), str(error))
         await responder(scope, receive, send)
 
     async def _responder(self, request: Request) -> ASGIApp:
@@ -100,9 +86,9 @@ class SageMakerServer:
         named = _MODEL.fullmatch(path)
         handler = self._model_handler(method, path, named[1] if named else "")
         if handler is None:
-            return _error(400, f"unsupported request {method} {path}")
+            return error_response(400, f"unsupported request {method} {path}")
         refusal = self._infer.restrictions.refusal("model-repository", request.headers.raw)
-        return _error(403, refusal) if refusal else await handler(request)
+        return error_response(403, refusal) if refusal else await handler(request)
 
     def _ping(self) -> Response:
         good = self._server.live() if self._ping_mode == "live" else self._server.ready()
@@ -164,7 +150,3 @@ def _choice(environ: Mapping[str, str], name: str, allowed: tuple[str, ...]) -> 
             f"invalid value '{value}' of {name}, expecting one of {', '.join(allowed)}"
         )
     return value
-
-
-def _error(status: int, text: str) -> Response:
-    return Response(error_body(text), status, media_type="application/json")

@@ -17,10 +17,9 @@ from starlette.responses import Response
 
 from npuserve.errors import InvalidArgumentError, NpuserveError
 from npuserve.model_config import config_to_json
-from npuserve.model_repository.pbtxt import parse_config
 from npuserve.protocol.http.bodies import Body
+from npuserve.protocol.http.cloud_forward import error_response
 from npuserve.protocol.http.handlers import json_response
-from npuserve.protocol.http.reply import error_body
 from npuserve.protocol.http.requests import read_body
 
 if TYPE_CHECKING:
@@ -86,14 +85,14 @@ class SageMakerModels:
             )
         async with self._lock:
             if body.model_name in self._urls:
-                return _error(409, f"model '{body.model_name}' is already loaded")
+                return error_response(409, f"model '{body.model_name}' is already loaded")
             try:
                 config = await asyncio.to_thread(self._link, body.model_name, match[1], match[2])
                 await self._server.load_model(body.model_name, config)
             except NpuserveError as error:
                 await asyncio.to_thread(self._unlink, body.model_name)
                 if is_memory_error(str(error)):
-                    return _error(507, str(error))
+                    return error_response(507, str(error))
                 raise
             self._urls[body.model_name] = body.url
         return Response()
@@ -130,7 +129,7 @@ class SageMakerModels:
             if path != candidates[0] and not (links / path.parent.name).exists():
                 (links / path.parent.name).symlink_to(path.parent)
         (links / name).symlink_to(candidates[0].parent)
-        config = parse_config(candidates[0].read_text(), str(candidates[0]))
+        config = self._server.parse_config(candidates[0].read_text(), str(candidates[0]))
         config.name = name
         return config_to_json(config)
 
@@ -156,8 +155,4 @@ def _name_of(request: Request) -> str:
 
 
 def _unknown(name: str) -> Response:
-    return _error(404, f"unknown model '{name}'")
-
-
-def _error(status: int, text: str) -> Response:
-    return Response(error_body(text), status, media_type="application/json")
+    return error_response(404, f"unknown model '{name}'")

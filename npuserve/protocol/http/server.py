@@ -10,7 +10,7 @@ import ssl
 from typing import TYPE_CHECKING, Any
 
 from npuserve.protocol.http.infer import InferService
-from npuserve.protocol.http.listener import Listener
+from npuserve.protocol.http.listener import HttpService, Listener
 from npuserve.protocol.http.routes import create_application
 from npuserve.protocol.http.session import FrontEnd
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from npuserve.server.core import InferenceServer
 
 
-class HttpServer:
+class HttpServer(HttpService):
     """KServe v2 and Triton's extensions over HTTP/1.1.
 
     Args:
@@ -46,22 +46,9 @@ class HttpServer:
             **_tls_options(options),
         )
 
-    @property
-    def port(self) -> int:
-        """The port, once started."""
-        return self._listener.port
-
-    async def start(self) -> None:
-        """Bind and accept.
-
-        Raises:
-            UnavailableError: the address is taken.
-        """
-        await self._listener.start()
-
     async def stop(self, grace_s: float) -> None:
-        """Accept no more; requests in progress have `grace_s` seconds to end."""
-        await self._listener.stop(grace_s)
+        """See `HttpService.stop`."""
+        await super().stop(grace_s)
         self._infer.close()
 
 

@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING
 from starlette.responses import Response
 
 from npuserve.errors import InvalidArgumentError
-from npuserve.protocol.http.cloud_forward import Forward
+from npuserve.protocol.http.cloud_forward import Forward, error_response
 from npuserve.protocol.http.cloud_mime import BinaryMime
 from npuserve.protocol.http.infer import InferService
-from npuserve.protocol.http.listener import Listener
-from npuserve.protocol.http.reply import error_body
+from npuserve.protocol.http.listener import HttpService, Listener
 from npuserve.protocol.http.routes import create_application
 from npuserve.protocol.http.session import FrontEnd
-from npuserve.protocol.prometheus import render
+from npuserve.protocol.prometheus import CONTENT_TYPE, render
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -40,7 +39,7 @@ _FORBIDDEN = re.compile(
 _KNOWN = re.compile(r"v2|v2/.+|metrics")
 
 
-class VertexAiServer:
+class VertexAiServer(HttpService):
     """Health and predict routes of Vertex AI.
 
     Args:
@@ -67,22 +66,9 @@ class VertexAiServer:
             self._answer, FrontEnd(options), options.http_address, options.vertex_ai_port
         )
 
-    @property
-    def port(self) -> int:
-        """The port, once started."""
-        return self._listener.port
-
-    async def start(self) -> None:
-        """Bind and accept.
-
-        Raises:
-            UnavailableError: the address is taken.
-        """
-        await self._listener.start()
-
     async def stop(self, grace_s: float) -> None:
-        """Accept no more; requests in progress have `grace_s` seconds to end."""
-        await self._listener.stop(grace_s)
+        """See `HttpService.stop`."""
+        await super().stop(grace_s)
         self._infer.close()
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -92,12 +78,12 @@ class VertexAiServer:
         path, method = scope["path"], scope["method"]
         if path == self._health_route:
             if method != "GET":
-                return _error(405, "Method Not Allowed")
+                return error_response(405, "Method Not Allowed")
             return Response(status_code=200 if self._server.ready() else 400)
         if path != self._predict_route:
-            return _error(400, "Not Found")
+            return error_response(400, "Not Found")
         if method != "POST":
-            return _error(405, "Method Not Allowed")
+            return error_response(405, "Method Not Allowed")
         for name, value in scope["headers"]:
             if name.lower() == _REDIRECT:
                 return self._redirected(scope, value.decode("latin-1"))
@@ -106,11 +92,11 @@ class VertexAiServer:
     def _redirected(self, scope: Scope, target: str) -> ASGIApp:
         path = target.lstrip("/")
         if _FORBIDDEN.fullmatch(path):
-            return _error(403, f"redirect to '{target}' is not allowed")
+            return error_response(403, f"redirect to '{target}' is not allowed")
         if not _KNOWN.fullmatch(path):
-            return _error(400, f"unknown redirect '{target}'")
+            return error_response(400, f"unknown redirect '{target}'")
         if path == "metrics":
-            return Response(render(self._server), media_type="text/plain; charset=utf-8")
+            return Response(render(self._server), media_type=CONTENT_TYPE)
         # The predict route takes POST only; endpoints that are read answer it as a GET.
         reads = not path.endswith(("/infer", "/generate", "/generate_stream", "/index"))
         if reads:
@@ -140,7 +126,3 @@ def _default_model(server: InferenceServer, options: ServerOptions) -> str:
             "specified, use --vertex-ai-default-model"
         )
     return ready[0]
-
-
-def _error(status: int, text: str) -> Response:
-    return Response(error_body(text), status, media_type="application/json")
