@@ -15,6 +15,7 @@ from npuserve.errors import RequestCancelledError, UnavailableError
 from npuserve.server.batch_strategy import load_strategy
 from npuserve.server.batching import BatchRules, Plan, plan_batch
 from npuserve.server.execution import reject
+from npuserve.server.gathering import Gathering
 from npuserve.server.queue import PriorityQueue
 from npuserve.server.regrouping import NEVER, Regrouping
 from npuserve.server.response_cache import ModelCache
@@ -61,6 +62,8 @@ class DynamicBatcher:
         self._order = ResponseOrder() if ordered else None
         self._cache = ModelCache.for_model(context, self._queue_up, self._order)
         self._regrouping = Regrouping()
+        self._gathering = Gathering()
+        self._executing = 0  # batch elements
         self._stopping = False
         self._dispatch_due = False  # `_dispatch` is on its way
         self._dispatching = False
@@ -114,6 +117,8 @@ class DynamicBatcher:
             self._order.add(request)
         if queue.timed:
             self._wake_for_deadline()
+        if self._rules.delay_ns:
+            self._gathering.arrived(queue.elements + self._executing)
         callers_are_back = queue.entered >= regrouping.target
         if callers_are_back:
             regrouping.returned(request.queue_ns)
@@ -161,6 +166,8 @@ class DynamicBatcher:
             if instance is None:
                 return self._block()
         plan = plan_batch(queue, now_ns, self._rules, self._grow)
+        if not plan.count and queue.elements >= self._gathering.complete_at:
+            plan = plan_batch(queue, NEVER, self._rules)  # as if the delay were over
         if not plan.count:
             self._grow = False  # nothing was due when the instance became free
             return self._wait(plan.wait_until_ns)
@@ -181,6 +188,8 @@ class DynamicBatcher:
         if running is None:
             running = self._running[instance.index] = deque()
         running.append((now_ns, plan.batch_size))
+        self._executing += plan.batch_size
+        self._gathering.started()
         instance.run(self._queue.take(plan.count), plan.batch_size)
 
     def _is_held(self, plan: Plan, now_ns: int) -> bool:
@@ -220,7 +229,7 @@ class DynamicBatcher:
     def _wait(self, until_ns: int) -> bool:
         """Start nothing now, but by `until_ns` (0: not before something happens)."""
         if self._rules.signature is None and self._rules.strategy is None:
-            self._enough = self._rules.min_preferred
+            self._enough = min(self._rules.min_preferred, self._gathering.complete_at)
         self._wake_at(until_ns)
         self._wake_for_deadline()
         return False
@@ -246,6 +255,7 @@ class DynamicBatcher:
         now_ns = self._clock.now_ns()
         start_ns = max(start_ns, self._ended_ns.get(instance.index, 0))
         self._ended_ns[instance.index] = now_ns
+        self._executing -= elements
         self._regrouping.executed(now_ns, now_ns - start_ns, elements, self._queue.entered)
 
     def _wake_at(self, when_ns: int) -> None:

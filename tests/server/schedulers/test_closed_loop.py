@@ -37,6 +37,7 @@ class ClosedLoop:
         max_batch_size: int = 8,
         return_us: tuple[int, int] | None = (100, 300),
         batching: bool = True,
+        settings: str = "",
         count: int = 1,
     ) -> None:
         self.clock = FakeClock()
@@ -45,7 +46,7 @@ class ClosedLoop:
         self.answered = 0
         self.pool = FakePool(self.clock, duration_ns=duration_ns, count=count)
         config = ModelConfig()
-        scheduling = "dynamic_batching {}" if batching else ""
+        scheduling = f"dynamic_batching {{ {settings} }}" if batching else ""
         text_format.Parse(f"max_batch_size: {max_batch_size} {scheduling}", config)
         scheduler = DynamicBatcher if batching else DefaultScheduler
         self.scheduler = scheduler(context_of(config, self.pool))
@@ -132,3 +133,29 @@ def test_callers_that_stay_away_are_not_waited_for() -> None:
         ready = max(ready, execution.requests[0].queue_ns)
         assert execution.start_ns - ready <= MS // 2
         ready = execution.start_ns + 5 * MS
+
+
+@pytest.mark.parametrize("callers", [1, 6])
+def test_a_queue_delay_is_not_waited_for_callers_that_do_not_exist(callers: int) -> None:
+    """Once all callers are queued, the rest of the 2 ms is not spent: 0.3 ms and 0.2 ms back."""
+    loop = ClosedLoop(
+        callers,
+        300 * US,
+        settings="max_queue_delay_microseconds: 2000",
+        return_us=(150, 200),
+        count=2,
+    )
+    rate, _ = loop.run(1)
+    assert rate > callers / 600e-6
+
+
+def test_an_open_stream_keeps_its_queue_delay() -> None:
+    """Requests that come whatever is answered gather as long as configured."""
+    loop = ClosedLoop(0, 200 * US, settings="max_queue_delay_microseconds: 2000", return_us=None)
+    when_ns = 0
+    for _ in range(3000):
+        when_ns += int(loop.random.expovariate(1 / (500 * US)))
+        loop.clock.call_at(when_ns, loop.send)
+    loop.clock.advance(ms=3000)
+    sizes = [execution.batch_size for execution in loop.pool.executed]
+    assert sum(sizes) / len(sizes) > 4  # 5 where the whole delay is always waited
