@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -97,6 +98,19 @@ def test_imports_point_down(module: str) -> None:
             assert within(imported, may_import | (LEAVES - {"npuserve"})), (
                 f"{module} imports {imported}"
             )
+
+
+def test_the_map_has_every_file() -> None:
+    """ARCHITECTURE.md names each source file (the simulator lists its own), and no other one."""
+    document = (ROOT.parent / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"\w+\.py\b", document)) - {"test_layers.py", "model.py"}
+    simulator = ROOT / "testing" / "simulator"
+    files = {
+        path.name
+        for path in SOURCES.values()
+        if not path.is_relative_to(simulator) and not path.name.endswith("_pb2.py")
+    }
+    assert files - {"__init__.py", "model.py"} == named - {"__init__.py"}
 
 
 def test_the_front_ends_know_nothing_of_each_other() -> None:
