@@ -27,6 +27,10 @@ _OK_TRAILERS = ((b"grpc-status", b"0"),)
 _PREFIX = struct.Struct(">BI")
 # Messages up to this size are joined; the parts of larger ones go to libnghttp2 one by one.
 _JOIN_BYTES = 64 * 1024
+# Messages up to this size are compressed in the event loop, larger ones in a thread: about 1 ms.
+_INLINE_COMPRESS_BYTES = 32 * 1024
+# Received ones may grow a thousand times.
+_INLINE_INFLATE_BYTES = 1024
 
 
 class Stream:
@@ -38,9 +42,10 @@ class Stream:
     """
 
     __slots__ = (
-        "_connection", "_headers", "_headers_sent", "_inbox", "_message_seen", "_method",
-        "_pending", "_queued_bytes", "_reader", "_reading", "_receiver", "_timer",
-        "_unacknowledged", "done", "id", "on_cancel", "on_sent", "remote_closed",
+        "_compressing", "_connection", "_headers", "_headers_sent", "_inbox", "_inflating",
+        "_message_seen", "_method", "_outbox", "_pending", "_queued_bytes", "_reader",
+        "_reading", "_receiver", "_timer", "_unacknowledged", "done", "id", "on_cancel",
+        "on_sent", "remote_closed",
     )  # fmt: skip
 
     def __init__(
@@ -59,11 +64,15 @@ class Stream:
         self._reader: MessageReader | None = None
         self._receiver: StreamReceiver | None = None
         self._timer: asyncio.TimerHandle | None = None
-        # Only streams: what waits because of pause_reading, and sent messages by their end
-        # offset in the bytes queued so far.
+        # What waits because of pause_reading or for an inflating thread; whether compressed.
         self._reading = True
-        self._inbox: deque[Buffer] = deque()
+        self._inflating = False
+        self._inbox: deque[tuple[bool, Buffer]] = deque()
         self._unacknowledged = 0
+        # What waits for a compressing thread.
+        self._compressing = False
+        self._outbox: deque[Callable[[], None]] = deque()
+        # Only streams: sent messages by their end offset in the bytes queued so far.
         self._pending: deque[int] = deque()
         self._queued_bytes = 0
         timeout = headers.get(b"grpc-timeout")
@@ -85,18 +94,40 @@ class Stream:
     @property
     def unsent(self) -> int:
         """See `Call.unsent`."""
-        return len(self._pending)
+        return len(self._pending) + len(self._outbox) + self._compressing
 
     def send(self, message: Parts) -> None:
         """See `Call.send`."""
+        connection = self._connection
+        if connection.compresses and self._method.compress:
+            level = connection.gzip_level(self._headers)
+            if level:
+                self._send_compressed(message, level)
+                return
+        self._send(message, compressed=False)
+
+    def _send_compressed(self, message: Parts, level: int) -> None:
+        """Compress and send, in the order of the calls."""
+        if self._compressing:
+            self._outbox.append(lambda: self._send_compressed(message, level))
+        elif self.done or sum(map(len, message)) <= _INLINE_COMPRESS_BYTES:
+            self._send([framing.gzip_compress(message, level)], compressed=True)
+        else:
+            self._compressing = True
+            loop = self._connection.loop
+            work = loop.run_in_executor(None, framing.gzip_compress, message, level)
+            work.add_done_callback(self._compressed)
+
+    def _compressed(self, work: asyncio.Future[bytes]) -> None:
+        self._compressing = False
+        self._send([work.result()], compressed=True)
+        while self._outbox and not self._compressing:
+            self._outbox.popleft()()
+
+    def _send(self, message: Parts, *, compressed: bool) -> None:
         if self.done:
             return
         connection = self._connection
-        level = 0
-        if connection.compresses and self._method.compress:
-            level = connection.gzip_level(self._headers)
-        if level:
-            message = [framing.gzip_compress(message, level)]
         size = sum(map(len, message))
         if size > connection.max_message_bytes:
             self._give_up(
@@ -108,8 +139,9 @@ class Stream:
         try:
             if not self._headers_sent:
                 self._headers_sent = True
-                h2.send_response(self.id, _GZIP_RESPONSE_HEADERS if level else _RESPONSE_HEADERS)
-            prefix = _PREFIX.pack(bool(level), size)
+                head = _GZIP_RESPONSE_HEADERS if compressed else _RESPONSE_HEADERS
+                h2.send_response(self.id, head)
+            prefix = _PREFIX.pack(compressed, size)
             if size <= _JOIN_BYTES:
                 h2.send_data(self.id, b"".join([prefix, *message]))
             else:
@@ -127,6 +159,12 @@ class Stream:
 
     def finish(self, status: int = 0, details: str = "") -> None:
         """See `Call.finish`."""
+        if self._compressing:
+            self._outbox.append(lambda: self.finish(status, details))
+        else:
+            self._finish(status, details)
+
+    def _finish(self, status: int, details: str) -> None:
         if self.done:
             return
         self._end()
@@ -158,15 +196,7 @@ class Stream:
     def resume_reading(self) -> None:
         """See `Call.resume_reading`."""
         self._reading = True
-        while self._inbox and self._reading:
-            self._message(self._inbox.popleft())
-        if self._reading and not self._inbox:
-            amount, self._unacknowledged = self._unacknowledged, 0
-            if amount:
-                self._connection.acknowledge(amount, self.id)
-                self._connection.schedule_flush()
-            if self.remote_closed:
-                self._half_closed()
+        self._drain_inbox()
 
     # ---------------------------------------------------------------- called by the connection
 
@@ -232,18 +262,61 @@ class Stream:
             )
         try:
             for compressed, message in reader.feed(data):
-                if compressed:
-                    encoding = self._headers.get(b"grpc-encoding", b"identity").decode("latin-1")
-                    message = framing.decompress(message, encoding, connection.max_message_bytes)
-                self._take(message)
+                self._take(message, compressed)
         except FramingError as error:
             self._give_up(error.status, str(error))
 
-    def _take(self, message: Buffer) -> None:
-        if self._reading:
+    def _take(self, message: Buffer, compressed: bool = False) -> None:
+        if self._open_to_messages and not compressed:
             self._message(message)
         else:
-            self._inbox.append(message)
+            self._inbox.append((compressed, message))
+            self._next_messages()
+
+    @property
+    def _open_to_messages(self) -> bool:
+        """Whether the next message may be handled now."""
+        return self._reading and not self._inflating and not self._inbox
+
+    def _next_messages(self) -> None:
+        while self._inbox and self._reading and not self._inflating:
+            compressed, message = self._inbox.popleft()
+            if not compressed:
+                self._message(message)
+            elif len(message) <= _INLINE_INFLATE_BYTES:
+                self._message(self._inflate(message))
+            else:
+                self._inflating = True
+                work = self._connection.loop.run_in_executor(None, self._inflate, message)
+                work.add_done_callback(self._inflated)
+
+    def _inflate(self, message: Buffer) -> bytes:
+        """A message as it was before its compression; any thread."""
+        encoding = self._headers.get(b"grpc-encoding", b"identity").decode("latin-1")
+        return framing.decompress(message, encoding, self._connection.max_message_bytes)
+
+    def _inflated(self, work: asyncio.Future[bytes]) -> None:
+        self._inflating = False
+        try:
+            self._message(work.result())
+        except FramingError as error:
+            self._give_up(error.status, str(error))
+        self._drain_inbox()
+
+    def _drain_inbox(self) -> None:
+        """Handle what waited, then let the client go on."""
+        try:
+            self._next_messages()
+        except FramingError as error:
+            self._give_up(error.status, str(error))
+        if not self._open_to_messages:
+            return
+        amount, self._unacknowledged = self._unacknowledged, 0
+        if amount:
+            self._connection.acknowledge(amount, self.id)
+            self._connection.schedule_flush()
+        if self.remote_closed:
+            self._half_closed()
 
     def _message(self, message: Buffer) -> None:
         if self.done:
@@ -262,15 +335,16 @@ class Stream:
             return
         if self._reader is not None and not self._reader.idle:
             self._give_up(GrpcStatus.INTERNAL, "the last request message is cut off")
+        elif not self._open_to_messages:
+            return  # told after what waits
         elif self._receiver is not None:
-            if self._reading and not self._inbox:
-                self._receiver.half_closed()
+            self._receiver.half_closed()
         elif not self._message_seen:
             self.finish(GrpcStatus.INTERNAL, "a unary call must have one request message")
 
     def _acknowledge(self, amount: int) -> None:
         """Give the client its window back, unless the stream is held up."""
-        if self._reading or self.done:
+        if self._open_to_messages or self.done:
             self._connection.acknowledge(amount, self.id)
         else:
             self._unacknowledged += amount
@@ -280,7 +354,7 @@ class Stream:
         if self.done:
             return
         callback = self.on_cancel
-        self.finish(status, details)
+        self._finish(status, details)
         if callback is not None:
             callback()
 

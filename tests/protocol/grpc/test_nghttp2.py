@@ -6,16 +6,20 @@ The client here speaks HTTP/2 through ngh2 as well, but says what the test wants
 from __future__ import annotations
 
 import asyncio
+import gzip
 import os
 import random
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import grpc
 import ngh2
 import pytest
 
 from npuserve._proto import grpc_service_pb2 as pb
+from npuserve.protocol.grpc import framing
 from npuserve.protocol.grpc.framing import frame_prefix
 from tests.protocol.grpc.conftest import Rig, request, running
 from tests.protocol.grpc.fakes import response_of
@@ -206,6 +210,49 @@ async def test_an_unknown_encoding_is_unimplemented(rig: Rig) -> None:
         stream_id = client.open(grpc_encoding="br")
         client.send(stream_id, frame_prefix(3, compressed=True) + b"abc")
         assert await client.status(stream_id) == (12, "Message encoding 'br' is not supported")
+
+
+@pytest.mark.parametrize("path", [INFER, STREAM_INFER])
+async def test_a_large_compressed_message_does_not_hold_up_the_loop(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, path: bytes
+) -> None:
+    """It is unpacked in a thread: meanwhile others are served and its client may go."""
+    begun, go_on = asyncio.Event(), threading.Event()
+    loop, original = asyncio.get_running_loop(), framing.decompress
+
+    def decompress(*arguments: Any) -> bytes:
+        loop.call_soon_threadsafe(begun.set)
+        go_on.wait()
+        return original(*arguments)
+
+    monkeypatch.setattr(framing, "decompress", decompress)
+    body = gzip.compress(request("hold", data=os.urandom(5000)).SerializeToString())
+    async with connected(rig) as client, connected(rig) as leaver:
+        for each in (leaver, client):
+            assert each.open(path, grpc_encoding="gzip") == 1
+            each.send(1, frame_prefix(len(body), compressed=True) + body)
+            await begun.wait()
+            begun.clear()
+        await rig.infer(request())
+        leaver.h2.reset_stream(1)
+        leaver.flush()
+        await rig.infer(request())
+        go_on.set()
+        held = await rig.core.held.get()
+        held.deliver(response_of(held), True)
+        assert await client.status(1) == (0, "")
+        assert rig.core.held.empty()
+
+
+async def test_compressed_messages_keep_their_order() -> None:
+    """Whether a thread packs or unpacks them or not."""
+    sizes = [10, 200_000, 10, 10, 60_000, 0, 300_000, 5]
+    blocks = [os.urandom(size // 2) + bytes(size - size // 2) for size in sizes]
+    async with running("nghttp2", grpc_infer_response_compression_level="high") as rig:
+        stream = rig.stream(compression=grpc.Compression.Gzip)
+        await stream.write(*(request(data=block) for block in blocks))
+        answers = await stream.rest()
+    assert [answer.infer_response.raw_output_contents[0] for answer in answers] == blocks
 
 
 async def test_an_upload_nobody_wants_is_stopped(rig: Rig) -> None:
