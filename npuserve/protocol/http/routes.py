@@ -16,6 +16,7 @@ from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.routing import Match
 
 from npuserve.errors import NpuserveError
 from npuserve.protocol.http import bodies
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from npuserve.server.core import InferenceServer
 
 Handler = Callable[[Request], Awaitable[Response]]
+_JSON = "application/json"
 _SCHEMAS = "#/components/schemas/"
 
 
@@ -49,6 +51,12 @@ class Endpoint(NamedTuple):
     handler: Handler
     body: type[BaseModel] | None = None
     reply: type[BaseModel] | None = None
+
+    @property
+    def needs_body(self) -> bool:
+        """Whether an empty body is refused: it is raw data for infer, all defaults for others."""
+        return self.body not in (bodies.InferBody, bodies.IndexBody, bodies.LoadBody,
+                                 bodies.UnloadBody)  # fmt: skip
 
 
 def url_table(inference: InferenceHandlers, control: ControlHandlers) -> list[Endpoint]:
@@ -135,7 +143,7 @@ def _add_route(
             raise HTTPException(404)
         refusal = restrictions.refusal(endpoint.group, request.headers.raw)
         if refusal is not None:
-            return Response(error_body(refusal), 403, media_type="application/json")
+            return Response(error_body(refusal), 403, media_type=_JSON)
         return await endpoint.handler(request)
 
     application.add_api_route(
@@ -158,12 +166,12 @@ def _add_route(
 def _described_replies(endpoint: Endpoint) -> dict[int | str, dict[str, Any]]:
     good: dict[str, Any] = {"description": "Success"}
     if endpoint.reply is not None:
-        good["content"] = {"application/json": {"schema": _reference(endpoint.reply)}}
+        good["content"] = {_JSON: {"schema": _reference(endpoint.reply)}}
     elif endpoint.path.endswith("generate_stream"):
         good["content"] = {"text/event-stream": {"schema": {"type": "string"}}}
     bad = {
         "description": "Error",
-        "content": {"application/json": {"schema": _reference(bodies.ErrorReply)}},
+        "content": {_JSON: {"schema": _reference(bodies.ErrorReply)}},
     }
     return {200: good, "4XX": bad, "5XX": bad}
 
@@ -176,10 +184,10 @@ def _described_request(endpoint: Endpoint, path: str) -> dict[str, Any]:
         ]
     }
     if endpoint.body is not None:
-        content: dict[str, Any] = {"application/json": {"schema": _reference(endpoint.body)}}
+        content: dict[str, Any] = {_JSON: {"schema": _reference(endpoint.body)}}
         if endpoint.body is bodies.InferBody:
             content["application/octet-stream"] = {"schema": {"type": "string", "format": "binary"}}
-        described["requestBody"] = {"content": content}
+        described["requestBody"] = {"content": content, "required": endpoint.needs_body}
     return described
 
 
@@ -217,13 +225,25 @@ def _openapi(application: FastAPI, table: list[Endpoint]) -> dict[str, Any]:
 async def _npuserve_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, NpuserveError)
     reply = Reply.from_error(error)
-    return Response(b"".join(reply.parts), reply.status, media_type="application/json")
+    return Response(b"".join(reply.parts), reply.status, media_type=_JSON)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    text = "Method Not Allowed" if error.status_code == 405 else "Not Found"
-    return Response(error_body(text), error.status_code, error.headers, "application/json")
+    if error.status_code != 405:
+        return Response(error_body("Not Found"), error.status_code, error.headers, _JSON)
+    headers = {"Allow": ", ".join(_methods_at(request))}
+    return Response(error_body("Method Not Allowed"), 405, headers, _JSON)
+
+
+def _methods_at(request: Request) -> list[str]:
+    """Methods that the path of a request knows; the framework sees one of its routes only."""
+    return sorted(
+        method
+        for route in request.app.routes
+        if route.matches(request.scope)[0] is Match.PARTIAL
+        for method in route.methods
+    )
 
 
 async def _client_gone(request: Request, error: Exception) -> Response:
@@ -234,4 +254,4 @@ async def _client_gone(request: Request, error: Exception) -> Response:
 async def _unexpected_error(request: Request, error: Exception) -> Response:
     """A bug; uvicorn logs the traceback."""
     body = error_body("internal error, see the server's log")
-    return Response(body, 500, media_type="application/json")
+    return Response(body, 500, media_type=_JSON)

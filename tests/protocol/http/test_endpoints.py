@@ -88,10 +88,13 @@ async def test_unknown_paths(start: Start, path: str) -> None:
 async def test_wrong_methods(start: Start) -> None:
     """405 with a JSON body; HEAD too, without one."""
     client = await (await start()).connect()
-    for path in ("/v2", "/v2/health/live", "/v2/models/echo", "/v2/models/echo/infer"):
+    paths = ("/v2", "/v2/health/live", "/v2/models/echo", "/v2/models/echo/infer", "/v2/logging")
+    for path in paths:
         for method in ("PUT", "DELETE", "OPTIONS"):
             reply = await client.ask(get(path, method=method))
             assert (reply.status, reply.error) == (405, "Method Not Allowed")
+            known = {"/v2/models/echo/infer": "POST", "/v2/logging": "GET, POST"}.get(path, "GET")
+            assert reply.headers["allow"] == known
     await client.send(get("/v2/health/live", method="HEAD"))
     assert (await client.reply(head_only=True)).status == 405
     assert (await client.ask(get("/v2/health/live"))).status == 200
@@ -242,6 +245,8 @@ async def test_openapi_describes_every_endpoint(start: Start) -> None:
     infer = document["paths"]["/v2/models/{model}/versions/{version}/infer"]["post"]
     assert [each["name"] for each in infer["parameters"]] == ["model", "version"]
     assert "application/octet-stream" in infer["requestBody"]["content"]
+    assert not infer["requestBody"]["required"]
+    assert document["paths"]["/v2/logging"]["post"]["requestBody"]["required"]
     operations = [each for path in document["paths"].values() for each in path.values()]
     assert len({each["operationId"] for each in operations}) == len(operations)
     assert len(operations) == 42
