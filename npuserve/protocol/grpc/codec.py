@@ -245,6 +245,11 @@ def _inputs(
                 f"'{message.model_name}' in request."
             )
         inputs[name] = Tensor(name, item.datatype, tuple(item.shape), data)
+    if next_raw < raw_count:
+        # Differs from Triton: it leaves them unread; over HTTP it refuses them with this text.
+        raise InvalidArgumentError(
+            f"unexpected additional input data for model '{message.model_name}'"
+        )
     return inputs
 
 

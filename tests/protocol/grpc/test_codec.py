@@ -88,6 +88,12 @@ def _no_data() -> pb.ModelInferRequest:
     return message
 
 
+def _surplus_data() -> pb.ModelInferRequest:
+    message = _no_data()
+    message.raw_input_contents.extend([b"1234", b"5678"])
+    return message
+
+
 def _region(**parameters: Any) -> pb.ModelInferRequest:
     message = _no_data()
     for key, value in parameters.items():
@@ -116,6 +122,7 @@ def _region_and_contents() -> pb.ModelInferRequest:
         ),
         (_twice(), "input 'IN' already exists in request"),
         (_no_data(), "unable to find data for input tensor 'IN' for model 'm' in request."),
+        (_surplus_data(), "unexpected additional input data for model 'm'"),
         (
             typed("FP32", "int_contents", [1]),
             "unexpected explicit tensor data for input tensor 'IN' for model 'm' of type "
