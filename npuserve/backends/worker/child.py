@@ -28,6 +28,7 @@ from npuserve.backends.worker import wire
 from npuserve.backends.worker.channel import Channel
 from npuserve.backends.worker.host import ModelFailedError, ModelHost, describe
 from npuserve.backends.worker.loader import import_plainly
+from npuserve.backends.worker.outbox import Outbox
 from npuserve.backends.worker.pb_response import InferenceResponse
 from npuserve.backends.worker.pb_tensor import Tensor, TritonModelException
 from npuserve.backends.worker.port import Mailbox
@@ -50,6 +51,7 @@ class Worker:
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
+        self._outbox = Outbox(channel)
         self._host: ModelHost | None = None
         self._batches: deque[Any] = deque()
         self._calls: dict[int, Mailbox] = {}
@@ -103,6 +105,7 @@ class Worker:
                 ).start()
             self._serve(host)
         self._finalize(host)
+        self._outbox.flush()
         self._channel.send(wire.STOPPED, None)
 
     def _auto_complete(self, spec: dict[str, Any]) -> None:
@@ -267,28 +270,35 @@ class Worker:
             ]
             requests.clear()
             del outcomes
+            self._outbox.flush()
             self._channel.send(wire.RESULT, (batch_id, input_ready, output_ready, results, error))
         if self._cancelled:
             self._cancelled = {key for key in self._cancelled if key[0] != batch_id}
 
-    def _response(self, response: InferenceResponse, names: Any) -> Any:
-        """A response as it travels. Under the channel's lock."""
+    def _response(self, response: InferenceResponse, names: Any, *, copy: bool = False) -> Any:
+        """A response as it travels. Under the channel's lock.
+
+        Args:
+            copy: it does not leave at once, and the model may use its arrays again.
+        """
         error = response._error
         if error is not None:
             return (), response._parameters, error._to_wire()
         try:
             tensors = [
-                self._tensor(tensor) for tensor in response._outputs if tensor._name in names
+                self._tensor(tensor, copy) for tensor in response._outputs if tensor._name in names
             ]
         except Exception as failure:  # text that cannot be encoded, memory that cannot be had
             return (), None, (_INTERNAL, f"output of the model cannot be sent: {failure}")
         return tensors, response._parameters, None
 
-    def _tensor(self, tensor: Tensor) -> Any:
+    def _tensor(self, tensor: Tensor, copy: bool = False) -> Any:
         data = tensor._to_wire()
         size = data.nbytes if type(data) is not bytes else len(data)
         if size >= wire.INLINE_BYTES:
             data = self._channel.link.lend(data)
+        elif copy:
+            data = bytes(data)
         return tensor._name, tensor._code, tensor._shape, data
 
     # -- reading ------------------------------------------------------------------------------
@@ -383,8 +393,8 @@ class Worker:
         if self._forked:
             return
         with self._channel.lock:
-            item = None if response is None else self._response(response, names)
-            self._channel.send(wire.RESPONSES, ((key, item, final),))
+            item = None if response is None else self._response(response, names, copy=True)
+            self._outbox.put(key, item, final)
 
     def is_cancelled(self, key: Any) -> bool:
         """See `Port.is_cancelled`."""
