@@ -43,6 +43,31 @@ class Clock(Protocol):
         """Call back in this loop iteration, after what is running now."""
 
 
+class Appointment:
+    """One call at a time: at the earliest moment that was asked for since the last one."""
+
+    __slots__ = ("_callback", "_clock", "_timer", "_when_ns")
+
+    def __init__(self, clock: Clock, callback: Callable[[], None]) -> None:
+        self._clock = clock
+        self._callback = callback
+        self._timer: Timer | None = None
+        self._when_ns = 0
+
+    def by(self, when_ns: int) -> None:
+        """Call back at this time (0: never) unless that happens earlier anyway."""
+        if not when_ns or (self._timer is not None and self._when_ns <= when_ns):
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._when_ns = when_ns
+        self._timer = self._clock.call_at(when_ns, self._keep)
+
+    def _keep(self) -> None:
+        self._timer = None
+        self._callback()
+
+
 class LoopClock:
     """The clock of a running asyncio loop, exact to some ten microseconds.
 

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from npuserve.clock import LoopClock
+from npuserve.clock import Appointment, LoopClock
 from npuserve.testing.clock import FakeClock
 
 
@@ -99,3 +99,19 @@ def test_the_fake_clock_calls_timers_at_their_own_time() -> None:
     clock.advance(ns=400)
     assert seen == [1_000, 1_200]
     assert (clock.now_ns(), clock.next_timer_ns) == (1_400, 1_500)
+
+
+def test_an_appointment_is_kept_once_at_the_earliest_time() -> None:
+    """A later wish changes nothing, 0 is none, and after the call a new one can be made."""
+    clock = FakeClock()
+    kept: list[int] = []
+    appointment = Appointment(clock, lambda: kept.append(clock.now_ns()))
+    begin = clock.now_ns()
+    for delay_ns in (500, 200, 900):
+        appointment.by(begin + delay_ns)
+    appointment.by(0)
+    clock.advance(ns=1_000)
+    assert kept == [begin + 200]
+    appointment.by(begin + 1_500)
+    clock.advance(ns=1_000)
+    assert kept == [begin + 200, begin + 1_500]

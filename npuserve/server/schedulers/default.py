@@ -7,53 +7,27 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from npuserve.errors import RequestCancelledError, UnavailableError
-from npuserve.server.execution import reject
 from npuserve.server.queue import Lane
-from npuserve.server.response_cache import ModelCache
-from npuserve.server.validation import request_prefix
+from npuserve.server.schedulers.queued import QueuedScheduler
 
 if TYPE_CHECKING:
     from npuserve.request import InferenceRequest
     from npuserve.server.instance import Instance
     from npuserve.server.schedulers.base import SchedulerContext
 
-STOPPING = "Server is stopping, scheduler for model has stopped accepting new inference requests"
 
-
-class DefaultScheduler:
+class DefaultScheduler(QueuedScheduler):
     """One request an execution; a client's batch of N is executed as a batch of N.
 
     There is no limit, no timeout and no priority.
     """
 
+    _queue: Lane
+
     def __init__(self, context: SchedulerContext) -> None:
-        self._instances = context.instances
-        self._statistics = context.statistics
-        self._cache = ModelCache.for_model(context, self._queue_up)
-        self._queue = Lane()
-        self._stopping = False
+        super().__init__(context, Lane())
         self._draining = False
-        self._on_cancel = self._cancelled  # made once, not for every request
         context.instances.on_free = self._instance_free
-        context.instances.frees_early = True
-
-    @property
-    def queued(self) -> int:
-        """See `Scheduler.queued`."""
-        return self._queue.live
-
-    def enqueue(self, request: InferenceRequest) -> None:
-        """See `Scheduler.enqueue`."""
-        if self._stopping:
-            raise UnavailableError(request_prefix(request.id) + STOPPING)
-        if request.cancelled:
-            reject(request, RequestCancelledError(""), self._statistics)
-            return
-        if self._cache is None:
-            self._queue_up(request)
-        else:
-            self._cache.admit(request)
 
     def _queue_up(self, request: InferenceRequest) -> None:
         if not self._queue.live:
@@ -84,7 +58,3 @@ class DefaultScheduler:
                 free.run((request,), request.batch_size or 1)
         finally:
             self._draining = False
-
-    def _cancelled(self, request: InferenceRequest) -> None:
-        self._queue.discard(request)
-        reject(request, RequestCancelledError(""), self._statistics)

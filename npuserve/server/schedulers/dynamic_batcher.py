@@ -11,21 +11,19 @@ from collections import deque
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from npuserve.errors import RequestCancelledError, UnavailableError
+from npuserve.clock import Appointment
+from npuserve.errors import UnavailableError
 from npuserve.server.batch_strategy import load_strategy
 from npuserve.server.batching import BatchRules, Plan, plan_batch
 from npuserve.server.execution import reject
 from npuserve.server.gathering import Gathering
 from npuserve.server.queue import PriorityQueue
 from npuserve.server.regrouping import NEVER, Regrouping
-from npuserve.server.response_cache import ModelCache
 from npuserve.server.response_order import ResponseOrder
-from npuserve.server.schedulers.default import STOPPING
+from npuserve.server.schedulers.queued import QueuedScheduler
 from npuserve.server.statistics import FailureReason
-from npuserve.server.validation import request_prefix
 
 if TYPE_CHECKING:
-    from npuserve.clock import Timer
     from npuserve.request import InferenceRequest
     from npuserve.server.instance import Instance
     from npuserve.server.schedulers.base import SchedulerContext
@@ -33,38 +31,23 @@ if TYPE_CHECKING:
 _SHORT_EXECUTION_NS = 30_000_000
 
 
-class DynamicBatcher:
-    """Scheduler of a model with `dynamic_batching`.
+class DynamicBatcher(QueuedScheduler):
+    """Scheduler of a model with `dynamic_batching`."""
 
-    Args:
-        queue, rules: given by schedulers that build on this one; else from the configuration.
-        preserve_ordering: likewise.
-    """
+    _queue: PriorityQueue
 
-    def __init__(
-        self,
-        context: SchedulerContext,
-        *,
-        queue: PriorityQueue | None = None,
-        rules: BatchRules | None = None,
-        preserve_ordering: bool | None = None,
-    ) -> None:
+    def __init__(self, context: SchedulerContext) -> None:
         settings = context.config.dynamic_batching
-        self._instances = context.instances
-        self._statistics = context.statistics
+        self._order = ResponseOrder() if settings.preserve_ordering else None
+        super().__init__(context, PriorityQueue.from_config(settings), self._order)
         self._clock = context.clock
-        self._queue = queue or PriorityQueue.from_config(settings)
-        self._rules = rules or replace(
+        self._rules = replace(
             BatchRules.from_config(context.config),
             strategy=load_strategy(context.config, context.model_dir, context.version),
         )
-        ordered = settings.preserve_ordering if preserve_ordering is None else preserve_ordering
-        self._order = ResponseOrder() if ordered else None
-        self._cache = ModelCache.for_model(context, self._queue_up, self._order)
         self._regrouping = Regrouping()
         self._gathering = Gathering()
         self._executing = 0  # batch elements
-        self._stopping = False
         self._dispatch_due = False  # `_dispatch` is on its way
         self._dispatching = False
         # All instances were busy at the last look: only a freed one makes another look useful,
@@ -74,32 +57,12 @@ class DynamicBatcher:
         # While the queue waits, batch elements below which an arrival changes nothing; 0 while
         # every arrival counts.
         self._enough = 0
-        self._timer: Timer | None = None
-        self._timer_ns = 0
+        self._wake_up = Appointment(self._clock, self._on_timer)
         # (start, batch elements) of the batches in each instance, by its index, oldest first,
         # and when the last one ended.
         self._running: dict[int, deque[tuple[int, int]]] = {}
         self._ended_ns: dict[int, int] = {}
-        self._on_cancel = self._cancelled  # made once, not for every request
         context.instances.on_free = self._instance_free
-        context.instances.frees_early = True
-
-    @property
-    def queued(self) -> int:
-        """See `Scheduler.queued`."""
-        return self._queue.live
-
-    def enqueue(self, request: InferenceRequest) -> None:
-        """See `Scheduler.enqueue`."""
-        if self._stopping:
-            raise UnavailableError(request_prefix(request.id) + STOPPING)
-        if request.cancelled:
-            reject(request, RequestCancelledError(""), self._statistics)
-            return
-        if self._cache is None:
-            self._queue_up(request)
-        else:
-            self._cache.admit(request)
 
     def _queue_up(self, request: InferenceRequest) -> None:
         queue, regrouping = self._queue, self._regrouping
@@ -230,7 +193,7 @@ class DynamicBatcher:
         """Start nothing now, but by `until_ns` (0: not before something happens)."""
         if self._rules.signature is None and self._rules.strategy is None:
             self._enough = min(self._rules.min_preferred, self._gathering.complete_at)
-        self._wake_at(until_ns)
+        self._wake_up.by(until_ns)
         self._wake_for_deadline()
         return False
 
@@ -258,21 +221,11 @@ class DynamicBatcher:
         self._executing -= elements
         self._regrouping.executed(now_ns, now_ns - start_ns, elements, self._queue.entered)
 
-    def _wake_at(self, when_ns: int) -> None:
-        """Look at the queue again at this time (0: never); an earlier appointment stands."""
-        if not when_ns or (self._timer is not None and self._timer_ns <= when_ns):
-            return
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer_ns = when_ns
-        self._timer = self._clock.call_at(when_ns, self._on_timer)
-
     def _wake_for_deadline(self) -> None:
         if self._queue.timed:
-            self._wake_at(self._queue.next_deadline_ns())
+            self._wake_up.by(self._queue.next_deadline_ns())
 
     def _on_timer(self) -> None:
-        self._timer = None
         if self._blocked:
             self._reject_expired(self._clock.now_ns())
             self._wake_for_deadline()
@@ -290,7 +243,3 @@ class DynamicBatcher:
     def _reject_expired(self, now_ns: int) -> None:
         for request in self._queue.expire(now_ns):
             reject(request, UnavailableError("Request timeout expired"), self._statistics)
-
-    def _cancelled(self, request: InferenceRequest) -> None:
-        self._queue.discard(request)
-        reject(request, RequestCancelledError(""), self._statistics)

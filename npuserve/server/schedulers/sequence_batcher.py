@@ -11,6 +11,7 @@ import logging
 from functools import partial
 from typing import TYPE_CHECKING
 
+from npuserve.clock import Appointment
 from npuserve.errors import (
     InvalidArgumentError,
     NpuserveError,
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from collections.abc import Sequence as AbstractSequence
 
-    from npuserve.clock import Timer
     from npuserve.request import ResponseCallback
     from npuserve.response import InferenceResponse
     from npuserve.server.instance import Instance
@@ -100,8 +100,7 @@ class SequenceBatcher:
         self._next_id = 0
         self._stopping = False
         self._dispatch_due = False  # `_dispatch` is on its way
-        self._timer: Timer | None = None
-        self._timer_ns = 0
+        self._wake_up = Appointment(self._clock, self._on_timer)
         self._pool.on_free = self._instance_free
         self._pool.on_lost = self._instance_lost
 
@@ -210,7 +209,7 @@ class SequenceBatcher:
             until_ns = self._start_batches(at)
             wait_until_ns = min(wait_until_ns or until_ns, until_ns or wait_until_ns)
         event_ns = self._slots.next_event_ns()
-        self._wake_at(min(wait_until_ns or event_ns, event_ns or wait_until_ns))
+        self._wake_up.by(min(wait_until_ns or event_ns, event_ns or wait_until_ns))
 
     def _start_batches(self, at: int) -> int:
         """Start what can start on one instance; returns when to look again, 0 for no time."""
@@ -342,17 +341,7 @@ class SequenceBatcher:
 
     # ---------------------------------------------------------------- time
 
-    def _wake_at(self, when_ns: int) -> None:
-        """Look again at this time (0: never); an earlier appointment stands."""
-        if not when_ns or (self._timer is not None and self._timer_ns <= when_ns):
-            return
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer_ns = when_ns
-        self._timer = self._clock.call_at(when_ns, self._on_timer)
-
     def _on_timer(self) -> None:
-        self._timer = None
         now_ns = self._clock.now_ns()
         self._slots.expire_idle(now_ns)
         for request in self._slots.expire_backlog(now_ns):
