@@ -26,6 +26,7 @@ from npuserve.errors import InvalidArgumentError
 from npuserve.model_config import config_to_dict
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import ModuleType
 
     from npuserve.model_config import ModelConfig
@@ -37,7 +38,10 @@ _FILE_NAME = "batchstrategy.py"
 
 
 class BatchStrategy:
-    """The hooks of one model version."""
+    """The hooks of one model version.
+
+    A hook that raises is logged, as a bug of the model's author must not stop the queue.
+    """
 
     def __init__(self, module: ModuleType, config: ModelConfig) -> None:
         self._batch_initialize = getattr(module, "batch_initialize", None)
@@ -49,27 +53,30 @@ class BatchStrategy:
 
     def begin(self) -> Any:
         """State of a batch that is about to be planned."""
-        return self._batch_initialize(self._batcher) if self._batch_initialize else None
+        return _run(self._batch_initialize, self._batcher)
 
     def includes(self, request: Any, state: Any) -> bool:
         """Whether the request may join; one that raises ends the batch."""
-        if self._include is None:
-            return True
-        try:
-            return bool(self._include(request, state))
-        except Exception:  # a bug of the model's author must not stop the queue
-            logger.exception("batch_include_request failed")
-            return False
+        return self._include is None or bool(_run(self._include, request, state))
 
     def end(self, state: Any) -> None:
         """The batch is planned."""
-        if self._batch_finalize is not None:
-            self._batch_finalize(state)
+        _run(self._batch_finalize, state)
 
     def close(self) -> None:
         """The model is unloaded."""
-        if self._finalize is not None:
-            self._finalize(self._batcher)
+        _run(self._finalize, self._batcher)
+
+
+def _run(hook: Callable[..., Any] | None, *arguments: Any) -> Any:
+    """What the hook returns; None without one, or if it raises."""
+    if hook is None:
+        return None
+    try:
+        return hook(*arguments)
+    except Exception:
+        logger.exception("the batching hook %s failed", getattr(hook, "__name__", hook))
+        return None
 
 
 def find_strategy(config: ModelConfig, model_dir: Path, version: int) -> Path | None:

@@ -87,6 +87,22 @@ def test_a_hook_that_raises_ends_the_batch(
     assert "ZeroDivisionError" in caplog.text
 
 
+@pytest.mark.parametrize("hook", ["batch_initialize", "batch_finalize", "model_batcher_finalize"])
+def test_no_hook_that_raises_stops_the_queue(tmp_path: Path, hook: str) -> None:
+    """Whichever it is, all requests are executed and the model can be unloaded."""
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "batchstrategy.py").write_text(f"def {hook}(_): return 1 / 0")
+    clock = FakeClock()
+    pool = FakePool(clock)
+    scheduler = DynamicBatcher(context_of(config(), pool, model_dir=tmp_path / "m"))
+    for _ in range(3):
+        pool.statistics.pending += 1
+        scheduler.enqueue(InferenceRequest("m", {}, lambda *_: None))
+    clock.run()
+    assert sum(pool.sizes) == 3
+    scheduler.stop()
+
+
 def test_models_without_hooks_have_no_strategy(tmp_path: Path) -> None:
     """No file, no parameter: the rules of the configuration alone."""
     assert load_strategy(config(), tmp_path, 1) is None
