@@ -1,4 +1,4 @@
-"""InferenceServer: what front ends and embedders call. Steps 4 and 10 of the walk start here.
+"""InferenceServer: what front ends and embedders call. Step 4 of the walk.
 
 Knows no wire format. Everything runs on the event loop's thread; `infer` is a plain function,
 so that a request costs no task and no future on its way in.
