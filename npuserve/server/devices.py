@@ -31,7 +31,8 @@ def visible_cards() -> list[int]:
     return list(range(len(visible_positions(_card_count(), os.environ.get(VISIBLE_DEVICES)))))
 
 
-def visible_positions(count: int, visible: str | None) -> list[int]:
+@lru_cache(maxsize=8)  # also, so that a bad value is said once
+def visible_positions(count: int, visible: str | None) -> tuple[int, ...]:
     """Positions (without a filter) of the cards the runtime shows.
 
     Args:
@@ -42,7 +43,7 @@ def visible_positions(count: int, visible: str | None) -> list[int]:
     not read.
     """
     if visible is None:
-        return list(range(count))
+        return tuple(range(count))
     positions: list[int] = []
     for entry in visible.split(","):
         if not entry.isdigit() or int(entry) >= count:
@@ -55,7 +56,7 @@ def visible_positions(count: int, visible: str | None) -> list[int]:
             logger.warning("%s=%s: cards must ascend", VISIBLE_DEVICES, visible)
             break
         positions.append(int(entry))
-    return positions
+    return tuple(positions)
 
 
 def forget() -> None:

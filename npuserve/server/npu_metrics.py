@@ -8,6 +8,7 @@ with a twin of its own name for each.
 from __future__ import annotations
 
 import logging
+import os
 import re
 import shutil
 import subprocess
@@ -17,6 +18,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from prometheus_client import Metric
+
+from npuserve.server.devices import VISIBLE_DEVICES, visible_positions
 
 logger = logging.getLogger(__name__)
 
@@ -142,7 +145,7 @@ def run_npu_smi() -> list[CardMetrics]:
 
 
 class NpuMetrics:
-    """Keeps the last state of the cards.
+    """Keeps the last state of the cards that `ASCEND_RT_VISIBLE_DEVICES` leaves to this process.
 
     Args:
         interval_s: between two readings.
@@ -175,7 +178,9 @@ class NpuMetrics:
 
     def refresh(self, elapsed_s: float = 0.0) -> None:
         """Read once; `elapsed_s` since the reading before, for the energy."""
-        self._cards = self._read()
+        cards = self._read()
+        positions = visible_positions(len(cards), os.environ.get(VISIBLE_DEVICES))
+        self._cards = [cards[position] for position in positions]
         for card in self._cards:
             joules = self._energy_joules.get(card.uuid, 0.0)
             self._energy_joules[card.uuid] = joules + (card.power_watts or 0.0) * elapsed_s

@@ -47,7 +47,8 @@ def test_what_the_variable_leaves(
 ) -> None:
     """Parsing stops at the first bad entry, and says so."""
     caplog.set_level(logging.WARNING)
-    assert visible_positions(3, visible) == positions
+    visible_positions.cache_clear()
+    assert list(visible_positions(3, visible)) == positions
     if visible in ("2,1", "0,9,1"):
         assert "ASCEND_RT_VISIBLE_DEVICES" in caplog.text
 

@@ -91,6 +91,14 @@ def test_gauges_have_gpu_and_npu_names() -> None:
     assert found["nv_energy_consumption"].samples[0].value == pytest.approx(342.8)
 
 
+def test_cards_of_other_processes_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the runtime, the gauges know the visible cards only."""
+    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "1")
+    metrics = NpuMetrics(read=lambda: parse_npu_smi(DUAL_DIE))
+    metrics.refresh()
+    assert [card.uuid for card in metrics.snapshot()] == ["NPU-0000:9F:00.0"]
+
+
 def test_reading_happens_in_the_background() -> None:
     """A slow npu-smi delays nobody: the last state is there at once."""
     reading, release = threading.Event(), threading.Event()
