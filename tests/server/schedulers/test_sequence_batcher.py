@@ -2,196 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, cast
-
 import numpy as np
 import pytest
-from google.protobuf import text_format
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from npuserve.backends.base import ExecutionBatch, LoopInstance, Placement
-from npuserve.errors import (
-    InvalidArgumentError,
-    NpuserveError,
-    StatusCode,
-    UnavailableError,
-    UnsupportedError,
-    WorkerDiedError,
-)
-from npuserve.model_config import ModelConfig
-from npuserve.request import SEQUENCE_END, SEQUENCE_START, InferenceRequest
+from npuserve.errors import InvalidArgumentError, StatusCode, UnavailableError, UnsupportedError
+from npuserve.request import SEQUENCE_END, SEQUENCE_START
 from npuserve.response import InferenceResponse
-from npuserve.server.instance_pool import InstancePool
-from npuserve.server.schedulers.base import SchedulerContext
-from npuserve.server.schedulers.sequence_batcher import SequenceBatcher
-from npuserve.server.statistics import ModelStatistics
 from npuserve.tensor import Tensor
-from npuserve.testing.clock import FakeClock
-
-BOTH = SEQUENCE_START | SEQUENCE_END
-
-CONTROLS = """
-control_input { name: "START" control { kind: CONTROL_SEQUENCE_START int32_false_true: [0, 1] } }
-control_input { name: "READY" control { kind: CONTROL_SEQUENCE_READY int32_false_true: [0, 1] } }
-control_input { name: "CORRID" control { kind: CONTROL_SEQUENCE_CORRID data_type: TYPE_UINT64 } }
-"""
-
-
-class Driven(LoopInstance):
-    """An instance that keeps its batches until the test ends them."""
-
-    def __init__(self) -> None:
-        self.batches: list[ExecutionBatch] = []
-
-    def start(self, batch: ExecutionBatch) -> None:
-        self.batches.append(batch)
-
-    def die(self) -> None:
-        """The worker dies with what it has in hand."""
-        self.available = False
-        assert self.on_available_change is not None
-        self.on_available_change()
-        batches, self.batches = self.batches, []
-        for batch in batches:
-            batch.done(WorkerDiedError("the worker died"))
-
-    def restart(self) -> None:
-        self.available = True
-        assert self.on_available_change is not None
-        self.on_available_change()
-
-
-class Client:
-    """One request as its client sees it."""
-
-    def __init__(self, request: InferenceRequest) -> None:
-        self.request = request
-        self.responses: list[InferenceResponse] = []
-        self.final: int = 0
-
-    def on_response(self, response: InferenceResponse | None, final: bool) -> None:
-        assert not self.final, "nothing comes after the final response"
-        if response is not None:
-            self.responses.append(response)
-        self.final += final
-
-    @property
-    def error(self) -> NpuserveError:
-        assert self.final == 1
-        assert self.responses[-1].error is not None
-        return self.responses[-1].error
-
-    @property
-    def ok(self) -> bool:
-        return bool(self.final) and self.responses[-1].error is None
-
-
-class Model:
-    """A model with a sequence batcher."""
-
-    def __init__(
-        self,
-        batching: str = "direct { }",
-        *,
-        max_batch_size: int = 4,
-        instances: int = 1,
-        dims: str = "1",
-        more: str = "",
-        controls: str = CONTROLS,
-    ) -> None:
-        self.config = text_format.Parse(
-            f"""name: "m" max_batch_size: {max_batch_size} {more}
-            input {{ name: "IN" data_type: TYPE_INT32 dims: [ {dims} ] }}
-            output {{ name: "OUT" data_type: TYPE_INT32 dims: [ 1 ] }}
-            sequence_batching {{ {controls} {batching} }}""",
-            ModelConfig(),
-        )
-        decoupled = self.config.model_transaction_policy.decoupled
-        self.clock = FakeClock()
-        self.statistics = ModelStatistics()
-        self.pool = InstancePool("m", 1, cast("Any", None), self.statistics, decoupled)
-        self.instances = [Driven() for _ in range(instances)]
-        for index, instance in enumerate(self.instances):
-            wrapper = self.pool.add(Placement(f"m_0_{index}", "CPU", 0, 0, index), instance)
-            instance.on_available_change = lambda w=wrapper: self.pool.availability_changed(w)
-        self.batcher = SequenceBatcher(
-            SchedulerContext(
-                name="m",
-                version=1,
-                config=self.config,
-                model_dir=Path(),
-                instances=self.pool,
-                statistics=self.statistics,
-                clock=self.clock,
-                lookup=cast("Any", None),
-            )
-        )
-        self.released: list[InferenceRequest] = []
-
-    def send(
-        self,
-        correlation_id: int | str,
-        flags: int = 0,
-        value: int = 0,
-        *,
-        timeout_us: int = 0,
-        shape: tuple[int, ...] = (1,),
-    ) -> Client:
-        lead = (1,) if self.config.max_batch_size else ()
-        array = np.full((*lead, *shape), value, np.int32)
-        request = InferenceRequest(
-            "m",
-            {"IN": Tensor.from_numpy("IN", array)},
-            lambda response, final: client.on_response(response, final),
-            correlation_id=correlation_id,
-            flags=flags,
-            timeout_us=timeout_us,
-        )
-        client = Client(request)
-        request.batch_size = len(lead)
-        request.start_ns = request.queue_ns = self.clock.now_ns()
-        request.on_release = self.released.append
-        self.statistics.pending += 1
-        try:
-            self.batcher.enqueue(request)
-        except NpuserveError:
-            self.statistics.pending -= 1
-            raise
-        return client
-
-    def running(self, instance: int = 0) -> list[InferenceRequest]:
-        """Requests of the batch that the instance executes, fillers included."""
-        self.clock.run()
-        batches = self.instances[instance].batches
-        return list(batches[0].requests) if batches else []
-
-    def finish(self, instance: int = 0, **states: np.ndarray[Any, Any]) -> None:
-        """The instance answers its oldest batch with OUT = IN."""
-        batch = self.instances[instance].batches.pop(0)
-        for request in batch.requests:
-            outputs = [Tensor("OUT", "INT32", (1, 1), request.inputs["IN"].data)]
-            outputs += [Tensor.from_numpy(name, value) for name, value in states.items()]
-            batch.send(request, InferenceResponse(outputs))
-        batch.done()
-        self.clock.run()
-
-    def run_all(self) -> None:
-        while any(self.running(index) for index in range(len(self.instances))):
-            for index in range(len(self.instances)):
-                if self.running(index):
-                    self.finish(index)
-
-
-def number(request: InferenceRequest, name: str) -> int:
-    return int(request.inputs[name].as_numpy().reshape(-1)[0])
-
-
-def ids(requests: Sequence[InferenceRequest]) -> list[int | str | None]:
-    return [None if each.filler else each.correlation_id for each in requests]
-
+from tests.server.schedulers.sequence_driver import BOTH, STATE, Model, ids, number, oldest
 
 # ---------------------------------------------------------------- enqueue
 
@@ -341,10 +159,6 @@ def test_without_batching_an_instance_has_one_sequence() -> None:
 # ---------------------------------------------------------------- oldest
 
 
-def oldest(extra: str = "", **kwargs: Any) -> Model:
-    return Model(f"oldest {{ max_candidate_sequences: 8 {extra} }}", **kwargs)
-
-
 def test_oldest_batches_across_sequences_without_fillers() -> None:
     """One request of each, in the order of arrival, up to the largest batch."""
     model = oldest()
@@ -457,8 +271,6 @@ def test_an_instance_that_dies_takes_its_own_sequences_only() -> None:
 
 # ---------------------------------------------------------------- implicit state
 
-STATE = 'state { input_name: "SI" output_name: "SO" data_type: TYPE_INT32 dims: [ 1 ] }'
-
 
 def test_a_state_output_is_the_next_state_input() -> None:
     """It starts at zero, is reset by START, and the client does not see it."""
@@ -555,78 +367,3 @@ def test_other_models_cannot_reschedule() -> None:
     batch.reschedule(request)
     batch.done()
     assert "Request is released with TRITONSERVER_REQUEST_RELEASE_RESCHEDULE" in str(client.error)
-
-
-# ---------------------------------------------------------------- everything at once
-
-
-@settings(max_examples=60)
-@given(data=st.data(), strategy=st.sampled_from(["direct { }", "oldest { }", "oldest { delay }"]))
-def test_random_traffic_is_answered_once_in_order_and_apart(
-    data: st.DataObject, strategy: str
-) -> None:
-    """No request is lost, answered twice, overtaken or given another sequence's state."""
-    strategy = strategy.replace(
-        "delay", "max_candidate_sequences: 3 max_queue_delay_microseconds: 50"
-    )
-    model = Model(
-        f"max_sequence_idle_microseconds: 400 {STATE} {strategy}",
-        max_batch_size=2,
-        instances=data.draw(st.integers(1, 2)),
-    )
-    clients: list[Client] = []
-    executed: dict[int | str, list[InferenceRequest]] = {}
-
-    def finish(index: int) -> None:
-        batch = model.instances[index].batches.pop(0)
-        for request in batch.requests:
-            if request.filler:
-                batch.send(request, InferenceResponse([]))
-                continue
-            history = executed.setdefault(request.correlation_id, [])
-            state = number(request, "SI")
-            if request.flags & SEQUENCE_START:
-                assert state == 0
-            else:
-                assert state == history[-1].inputs["IN"].as_numpy().item()
-            history.append(request)
-            value = Tensor.from_numpy("SO", request.inputs["IN"].as_numpy())
-            batch.send(request, InferenceResponse([value]))
-        batch.done()
-
-    for _ in range(data.draw(st.integers(1, 40))):
-        action = data.draw(st.sampled_from(["send", "send", "send", "finish", "cancel", "time"]))
-        if action == "send":
-            flags = data.draw(st.sampled_from([0, 0, SEQUENCE_START, SEQUENCE_END, BOTH]))
-            try:
-                clients.append(
-                    model.send(
-                        data.draw(st.integers(1, 4)),
-                        flags,
-                        len(clients) + 1,
-                        timeout_us=data.draw(st.sampled_from([0, 0, 200])),
-                    )
-                )
-            except InvalidArgumentError:
-                assert not flags & SEQUENCE_START
-        elif action == "finish":
-            index = data.draw(st.integers(0, len(model.instances) - 1))
-            if model.running(index):
-                finish(index)
-        elif action == "cancel" and clients:
-            data.draw(st.sampled_from(clients)).request.cancel()
-        else:
-            model.clock.advance(us=data.draw(st.sampled_from([1, 60, 500])))
-    for _ in range(500):
-        for index in range(len(model.instances)):
-            if model.running(index):
-                finish(index)
-        model.clock.advance(us=500)
-    assert all(client.final == 1 for client in clients)
-    assert len(model.released) == len(clients)
-    order = {id(client.request): position for position, client in enumerate(clients)}
-    for history in executed.values():
-        positions = [order[id(request)] for request in history]
-        assert positions == sorted(positions)
-    assert model.batcher.live_sequences == model.batcher.queued == 0
-    assert model.statistics.pending == 0
