@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from npuserve.errors import InvalidArgumentError, UnavailableError
 from npuserve.request import SEQUENCE_END, SEQUENCE_START
+from npuserve.server.schedulers.base import STOPPING
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -179,10 +180,7 @@ class SequenceSlots:
                 "sequence"
             )
         if not accept_new:
-            raise UnavailableError(
-                "Server is stopping, scheduler for model has stopped accepting new inference "
-                "requests"
-            )
+            raise UnavailableError(STOPPING)
         sequence = self._live[request.correlation_id] = Sequence(request.correlation_id)
         self._count += 1
         if predecessor is not None:

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from npuserve.server.instance_pool import InstancePool
     from npuserve.server.statistics import ModelStatistics
 
+STOPPING = "Server is stopping, scheduler for model has stopped accepting new inference requests"
+
 
 @dataclass
 class SchedulerContext:

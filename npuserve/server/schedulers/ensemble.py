@@ -12,6 +12,7 @@ from npuserve.errors import UnavailableError
 from npuserve.server.ensemble_graph import EnsembleGraph
 from npuserve.server.ensemble_run import EnsembleParts, EnsembleRun, Gate
 from npuserve.server.response_cache import ModelCache
+from npuserve.server.schedulers.base import STOPPING
 from npuserve.server.validation import request_prefix
 
 if TYPE_CHECKING:
@@ -57,10 +58,7 @@ class EnsembleScheduler:
     def enqueue(self, request: InferenceRequest) -> None:
         """See `Scheduler.enqueue`. The request counts as executing from here on."""
         if self._stopping:
-            raise UnavailableError(
-                f"{request_prefix(request.id)}Server is stopping, scheduler for model has "
-                "stopped accepting new inference requests"
-            )
+            raise UnavailableError(request_prefix(request.id) + STOPPING)
         # A stored response carries the sequence parameters of the request that made it.
         if self._cache is not None and not request.correlation_id:
             self._cache.admit(request)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from npuserve.errors import RequestCancelledError, UnavailableError
 from npuserve.server.execution import reject
 from npuserve.server.response_cache import ModelCache
+from npuserve.server.schedulers.base import STOPPING
 from npuserve.server.validation import request_prefix
 
 if TYPE_CHECKING:
@@ -14,8 +15,6 @@ if TYPE_CHECKING:
     from npuserve.server.queue import Lane, PriorityQueue
     from npuserve.server.response_order import ResponseOrder
     from npuserve.server.schedulers.base import SchedulerContext
-
-_STOPPING = "Server is stopping, scheduler for model has stopped accepting new inference requests"
 
 
 class QueuedScheduler:
@@ -48,7 +47,7 @@ class QueuedScheduler:
     def enqueue(self, request: InferenceRequest) -> None:
         """See `Scheduler.enqueue`."""
         if self._stopping:
-            raise UnavailableError(request_prefix(request.id) + _STOPPING)
+            raise UnavailableError(request_prefix(request.id) + STOPPING)
         if request.cancelled:
             reject(request, RequestCancelledError(""), self._statistics)
             return
