@@ -180,7 +180,11 @@ class PythonBackend(Backend):
         connection = Connection(loop, self._pool, arrived, lost)
         try:
             process, output = await start_worker(
-                fork_server, connection.peer, settings.start_timeout_s, context.log
+                fork_server,
+                connection.peer,
+                settings.start_timeout_s,
+                context.log,
+                context.name,
             )
             try:
                 spec = model_spec(context, None, file)

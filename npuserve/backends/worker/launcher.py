@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -81,7 +83,7 @@ class Launcher:
             InternalError: the interpreter does not come up.
         """
         process, output = await start_worker(
-            self.fork_server, peer, self.settings.start_timeout_s, self.log
+            self.fork_server, peer, self.settings.start_timeout_s, self.log, self.placement.name
         )
         if self.placement.cpu_cores:
             # Before the INIT message: the threads that runtimes start inherit it.
@@ -91,9 +93,17 @@ class Launcher:
 
 
 async def start_worker(
-    fork_server: ForkServer, peer: socket.socket, timeout_s: float, log: logging.Logger
+    fork_server: ForkServer,
+    peer: socket.socket,
+    timeout_s: float,
+    log: logging.Logger,
+    name: str,
 ) -> tuple[WorkerProcess, OutputReader]:
-    """Fork a worker; what it prints goes to `log` line by line. Takes over `peer`."""
+    """Fork a worker; what it prints goes to `log` line by line. Takes over `peer`.
+
+    Args:
+        name: who prints, named by the log in the place of a source file.
+    """
     reading, writing = os.pipe2(os.O_CLOEXEC)
     with contextlib.closing(peer):
         try:
@@ -103,5 +113,17 @@ async def start_worker(
             raise
         finally:
             os.close(writing)
-    output = OutputReader(fork_server.loop, reading, lambda line: log.info("%s", line))
+    output = OutputReader(fork_server.loop, reading, _line_writer(log, name))
     return process, output
+
+
+def _line_writer(log: logging.Logger, name: str) -> Callable[[str], None]:
+    """Writes printed lines to the log: `<name>:<number of the line>] "<text>"`."""
+    numbers = itertools.count(1)
+
+    def write(line: str) -> None:
+        if log.isEnabledFor(logging.INFO):
+            number = next(numbers)
+            log.handle(log.makeRecord(log.name, logging.INFO, name, number, "%s", (line,), None))
+
+    return write

@@ -186,6 +186,7 @@ async def test_prints_and_logging_reach_the_log_in_order(
         await models.infer()
         lines = [r.getMessage() for r in caplog.records if r.name == "npuserve.model.m"]
         assert lines[:5] == ["one 推理", "two", "three", "four", "five"]
+        assert [r.filename for r in caplog.records if "two" in r.getMessage()] == ["m_0_0"]
     assert "bye" in caplog.text
     (line,) = [record for record in caplog.records if record.getMessage() == "five"]
     assert (line.levelno, Path(line.pathname).name) == (logging.ERROR, "model.py")
