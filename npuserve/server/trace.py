@@ -174,6 +174,8 @@ class Tracer:
         self._samplers: dict[str, Sampler] = {}
         self._ids = itertools.count(1)
         self._exporter: Exporter | None = None
+        if config.mode == "opentelemetry":
+            self._open()  # its imports take long enough to be felt by requests
         self._refresh()
 
     # ---------------------------------------------------------------- sampling

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +189,13 @@ async def test_members_of_an_ensemble_are_children(tmp_path: Path) -> None:
     by_name = {part["model_name"]: part for part in headers}
     assert by_name["member"]["parent_id"] == by_name["whole"]["id"]
     assert "parent_id" not in by_name["whole"]
+
+
+def test_open_telemetry_needs_its_sdk_from_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The operator is told at once, and the first traced request waits for no import."""
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
+    with pytest.raises(InvalidArgumentError, match="pip install"):
+        tracer(mode="opentelemetry")
 
 
 async def test_open_telemetry_spans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
-from npuserve.errors import UnavailableError
+from npuserve.errors import InvalidArgumentError, UnavailableError
 from npuserve.protocol.http.connection import connection_class
 
 if TYPE_CHECKING:
@@ -76,10 +76,16 @@ class Listener:
 
         Raises:
             UnavailableError: the address is taken or not of this machine.
+            InvalidArgumentError: certificates that cannot be used.
         """
         server, config = self._uvicorn, self._uvicorn.config
         if not config.loaded:
-            config.load()
+            try:
+                config.load()
+            except OSError as error:  # ssl.SSLError is one
+                raise InvalidArgumentError(
+                    f"--http-ssl-certfile, -keyfile or -ca-certs cannot be used: {error}"
+                ) from error
         server.lifespan = config.lifespan_class(config)
         self._socket = _bind(self._address, self.port, self._reuse_port)
         self.port = self._socket.getsockname()[1]

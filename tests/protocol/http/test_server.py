@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import uvloop
 
-from npuserve.errors import UnavailableError
+from npuserve.errors import InvalidArgumentError, UnavailableError
 from npuserve.response import InferenceResponse
 from tests.protocol.http.conftest import Start
 from tests.protocol.http.fakes import Client, FakeModel, Held, get, infer_json, post
@@ -188,6 +188,16 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     ]  # fmt: skip
     subprocess.run(command, check=True, capture_output=True)
     return cert, key
+
+
+async def test_unusable_certificates_are_told(
+    start: Start, certificate: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """A path that is wrong, or a file that is no certificate, has one line for the operator."""
+    _, key = certificate
+    for path in (tmp_path / "missing.pem", key):
+        with pytest.raises(InvalidArgumentError, match="--http-ssl-certfile"):
+            await start(http_ssl_certfile=str(path), http_ssl_keyfile=str(key))
 
 
 async def test_tls(start: Start, certificate: tuple[Path, Path]) -> None:
