@@ -13,13 +13,18 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
+_PREFIX = "npuserve-load-"
+
+
 def write_files(name: str, files: Mapping[str, bytes]) -> Path:
     """A temporary model directory with these files; `remove_files` takes it away.
 
     Raises:
-        InternalError: a path leaves the directory.
+        InternalError: the name is no folder's name, or a path leaves the directory.
     """
-    root = Path(tempfile.mkdtemp(prefix="npuserve-load-"))
+    if name in ("", ".", "..") or Path(name).name != name:
+        raise InternalError(f"failed to load '{name}', the name of a model is that of a folder")
+    root = Path(tempfile.mkdtemp(prefix=_PREFIX))
     model_dir = root / name
     try:
         for relative, content in files.items():
@@ -38,5 +43,7 @@ def write_files(name: str, files: Mapping[str, bytes]) -> Path:
 
 
 def remove_files(model_dir: Path) -> None:
-    """Remove what `write_files` made."""
-    shutil.rmtree(model_dir.parent, ignore_errors=True)
+    """Remove what `write_files` made, and never anything else."""
+    root = model_dir.parent
+    if root.name.startswith(_PREFIX):
+        shutil.rmtree(root, ignore_errors=True)

@@ -1,0 +1,49 @@
+"""Model folders made of the files of a load call: what they may touch."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from npuserve.errors import InternalError
+from npuserve.model_repository.file_override import remove_files, write_files
+
+
+@pytest.fixture(autouse=True)
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A stand-in for /tmp with something of others in it."""
+    (tmp_path / "of-others").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def test_only_what_was_written_is_removed(temporary: Path) -> None:
+    """The folder of the load goes, its neighbours stay."""
+    folder = write_files("m", {"1/model.py": b"x"})
+    assert (folder / "1/model.py").read_bytes() == b"x"
+    remove_files(folder)
+    assert [entry.name for entry in temporary.iterdir()] == ["of-others"]
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "/", "/etc", "a/b", "../m", "/repo::m"])
+def test_a_name_that_is_no_folder_is_refused(temporary: Path, name: str) -> None:
+    """Else its files would be written, and later removed, elsewhere."""
+    with pytest.raises(InternalError, match="folder"):
+        write_files(name, {"1/model.py": b"x"})
+    assert [entry.name for entry in temporary.iterdir()] == ["of-others"]
+
+
+@pytest.mark.parametrize("path", ["../x", "/x", "1/../../x"])
+def test_a_file_that_leaves_the_folder_is_refused(temporary: Path, path: str) -> None:
+    """Nothing is left of the attempt."""
+    with pytest.raises(InternalError, match="must stay within model directory"):
+        write_files("m", {path: b"x"})
+    assert [entry.name for entry in temporary.iterdir()] == ["of-others"]
+
+
+def test_no_other_folder_is_ever_removed(temporary: Path) -> None:
+    """Whatever path comes in."""
+    remove_files(temporary / "of-others")
+    assert (temporary / "of-others").is_dir()
