@@ -82,6 +82,7 @@ class Connection(asyncio.BufferedProtocol):
         self._last_read = self.loop.time()
         self._last_ping = -_IDLE_PING_INTERVAL_S
         self._ping_strikes = 0
+        self._queued_at_ping = 0  # bytes of responses that waited at the last ping
         self._timers: list[asyncio.TimerHandle] = []
 
     # ---------------------------------------------------------------- asyncio
@@ -148,9 +149,7 @@ class Connection(asyncio.BufferedProtocol):
         if not self._reading and not self._flush_scheduled:
             self._flush_scheduled = True
             self.loop.call_soon(self._flush)
-        # gRPC counts pings between two data frames of ours only.
-        self._ping_strikes = 0
-        self._last_ping = -_IDLE_PING_INTERVAL_S
+        self._forget_pings()
 
     def acknowledge(self, amount: int, stream_id: int) -> None:
         """Give received bytes back to the client's windows."""
@@ -322,6 +321,11 @@ class Connection(asyncio.BufferedProtocol):
             if not stream.update_unsent(self.h2.queued_body_size(stream.id)):
                 self._queued.discard(stream)
 
+    def _forget_pings(self) -> None:
+        """Data frames of ours left: gRPC counts only the pings between two of them."""
+        self._ping_strikes = 0
+        self._last_ping = -_IDLE_PING_INTERVAL_S
+
     def _count_ping(self) -> None:
         """Close on a client that pings more often than allowed ("too_many_pings").
 
@@ -331,6 +335,10 @@ class Connection(asyncio.BufferedProtocol):
         allowed_s = options.min_recv_ping_interval_ms / 1000
         if not self.streams and not options.keepalive_permit_without_calls:
             allowed_s = _IDLE_PING_INTERVAL_S
+        queued = sum(self.h2.queued_body_size(stream_id) for stream_id in self.streams)
+        if queued < self._queued_at_ping:  # a long response is on its way, without new calls
+            self._forget_pings()
+        self._queued_at_ping = queued
         now = self.loop.time()
         too_early = now - self._last_ping < allowed_s
         self._last_ping = now

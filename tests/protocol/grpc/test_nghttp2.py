@@ -369,6 +369,28 @@ async def test_too_many_pings_close_the_connection() -> None:
         await client.until_closed()
 
 
+async def test_pings_during_a_long_answer_are_welcome() -> None:
+    """A client may measure the bandwidth of one answer: each ping finds more data gone."""
+    async with running("nghttp2", grpc_http2_max_ping_strikes=1) as rig, connected(rig) as client:
+        stream_id = client.open()
+        client.send(stream_id, framed(request(data=b"x" * 2_000_000)))
+        pings = received = 0
+        while not any(isinstance(event, ngh2.StreamClosed) for event in client.events):
+            assert await client.read(), "closed in the middle of an answer"
+            sizes = [len(e.data) for e in client.events if isinstance(e, ngh2.DataReceived)]
+            client.events = [e for e in client.events if not isinstance(e, ngh2.DataReceived)]
+            for size in sizes:
+                client.h2.acknowledge_received_data(size, stream_id)
+                received += size
+            # Two windows of data between two pings: some of it left in between for sure.
+            if received > (pings + 1) * 2 * 65_535:
+                client.h2.ping()
+                pings += 1
+            client.flush()
+        assert pings > 8
+        assert (await client.status(stream_id))[0] == 0
+
+
 async def test_pings_between_answers_are_welcome(rig: Rig) -> None:
     """Pings that measure bandwidth between data frames are no strikes."""
     async with connected(rig) as client:
