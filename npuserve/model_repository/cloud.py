@@ -145,6 +145,9 @@ class CloudRepository:
             folder = info.get("type") == "directory"
             if not key.startswith(prefix) or not model or not (slash or folder):
                 continue
+            if ".." in key.split("/"):  # a local copy of it would lie elsewhere
+                log.warning("ignore object '%s': its name is no path", key)
+                continue
             if folder:
                 path = f"{path.rstrip('/')}/" if path.strip("/") else ""
                 info = {}  # folders have no state of their own

@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from npuserve.errors import InternalError
+from npuserve.errors import InternalError, InvalidArgumentError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -21,6 +21,7 @@ def write_files(name: str, files: Mapping[str, bytes]) -> Path:
 
     Raises:
         InternalError: the name is no folder's name, or a path leaves the directory.
+        InvalidArgumentError: a path that no file can have.
     """
     if name in ("", ".", "..") or Path(name).name != name:
         raise InternalError(f"failed to load '{name}', the name of a model is that of a folder")
@@ -28,18 +29,25 @@ def write_files(name: str, files: Mapping[str, bytes]) -> Path:
     model_dir = root / name
     try:
         for relative, content in files.items():
-            target = (model_dir / relative).resolve()
-            if not target.is_relative_to(model_dir.resolve()):
-                raise InternalError(
-                    f"Invalid file parameter 'file:{relative}' with normalized path '{target}' "
-                    "must stay within model directory."
-                )
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(content)
+            _write(model_dir, relative, content)
     except BaseException:
         shutil.rmtree(root, ignore_errors=True)
         raise
     return model_dir
+
+
+def _write(model_dir: Path, relative: str, content: bytes) -> None:
+    try:
+        target = (model_dir / relative).resolve()
+        if not target.is_relative_to(model_dir.resolve()):
+            raise InternalError(
+                f"Invalid file parameter 'file:{relative}' with normalized path '{target}' "
+                "must stay within model directory."
+            )
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(content)
+    except (OSError, ValueError) as error:  # too long, a folder, with a NUL
+        raise InvalidArgumentError(f"Invalid file parameter 'file:{relative}': {error}") from error
 
 
 def remove_files(model_dir: Path) -> None:

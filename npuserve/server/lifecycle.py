@@ -170,8 +170,10 @@ class Lifecycle:
 
         Raises:
             InternalError: the model is in no repository or its configuration cannot be read.
-            InvalidArgumentError: a version failed to load; the old ones, if any, go on serving.
+            InvalidArgumentError: a bad name, or a version failed to load; the old ones, if any,
+                go on serving.
         """
+        _check_name(name, is_folder=bool(files))
         if files and config_json is None:
             raise InternalError(
                 f"failed to load '{name}', failed to poll from model repository: Load parameter "
@@ -467,3 +469,20 @@ class Lifecycle:
         if entry is None:
             entry = self.entries[name] = ModelEntry(name)
         return entry
+
+
+def _check_name(name: str, *, is_folder: bool) -> None:
+    """Refuse what names no model, before anything is done with it.
+
+    Args:
+        is_folder: a folder of this name is to be made. Other names may be identifiers of
+            `--model-namespacing`, which have slashes.
+    """
+    if not name:
+        raise InvalidArgumentError(
+            "Model name cannot be empty. Please enter a valid name to deploy."
+        )
+    if name in (".", "..") or "\0" in name or (is_folder and "/" in name):
+        raise InvalidArgumentError(
+            f"invalid model name '{name}', model name must not contain path traversal characters"
+        )

@@ -112,6 +112,26 @@ def test_models_are_listed_and_copied(store: Store, tmp_path: Path) -> None:
     assert directory.path.name == "m"
 
 
+class OddBucket:
+    """A file system with an object that no client of ours would write."""
+
+    def invalidate_cache(self) -> None:
+        """Nothing is kept."""
+
+    def find(self, path: str, **options: Any) -> dict[str, dict[str, Any]]:
+        """All objects."""
+        names = ("m/1/data", "m/1/../../../../escaped", "../n/1/data")
+        return {f"{path}/{name}": {"type": "file", "size": 1, "mtime": 1} for name in names}
+
+
+def test_an_object_with_dots_is_not_copied_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who may write into the bucket may not write to this machine's files."""
+    monkeypatch.setattr(cloud, "_open_filesystem", lambda _: OddBucket())
+    repository = CloudRepository("s3://bucket/models")
+    assert repository.refresh() == {"m": {"1/data": ("1", 1)}}
+    repository.close()
+
+
 def test_an_empty_version_folder_is_an_object_with_a_slash(store: Store) -> None:
     """All that an ensemble has."""
     store.put("e/config.pbtxt", b"name: 'e' backend: 'identity'")

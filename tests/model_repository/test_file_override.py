@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from npuserve.errors import InternalError
+from npuserve.errors import InternalError, InvalidArgumentError
 from npuserve.model_repository.file_override import remove_files, write_files
 
 
@@ -40,6 +40,14 @@ def test_a_file_that_leaves_the_folder_is_refused(temporary: Path, path: str) ->
     """Nothing is left of the attempt."""
     with pytest.raises(InternalError, match="must stay within model directory"):
         write_files("m", {path: b"x"})
+    assert [entry.name for entry in temporary.iterdir()] == ["of-others"]
+
+
+@pytest.mark.parametrize("path", ["", "1", "1/x/y", "a" * 300, "1/\0"])
+def test_a_path_that_no_file_can_have_is_refused(temporary: Path, path: str) -> None:
+    """A folder, a file below a file, too long a name, a NUL."""
+    with pytest.raises(InvalidArgumentError, match="Invalid file parameter"):
+        write_files("m", {"1/x": b"x", path: b"x"})
     assert [entry.name for entry in temporary.iterdir()] == ["of-others"]
 
 

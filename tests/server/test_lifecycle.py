@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import tempfile
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -254,6 +255,23 @@ async def test_files_given_with_the_load_make_a_model(tmp_path: Path) -> None:
         assert (model_dir / "1" / "weights.bin").read_bytes() == b"w"
         with pytest.raises(InternalError, match="must stay within model directory"):
             await server.load_model("new", json.dumps(config), {"../../x": b""})
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "/", "/x", "a/b", "../m", "a\0b"])
+async def test_a_name_that_is_a_path_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Nothing outside the model's own temporary folder is ever written or removed."""
+    repository, temporary = tmp_path / "repository", tmp_path / "temporary"
+    write_model(repository, "m")
+    (temporary / "of-others").mkdir(parents=True)
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    async with serve(repository) as server:
+        before = sorted(tmp_path.rglob("*"))
+        with pytest.raises(InvalidArgumentError, match=r"[Mm]odel name"):
+            await server.load_model(name, '{"backend": "identity"}', {"1/x": b"x"})
+        assert name not in server.lifecycle.entries
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 async def test_files_without_a_configuration_are_refused(tmp_path: Path) -> None:
