@@ -257,6 +257,11 @@ async def test_files_given_with_the_load_make_a_model(tmp_path: Path) -> None:
             await server.load_model("new", json.dumps(config), {"../../x": b""})
 
 
+def everything_below(folder: Path) -> list[Path]:
+    """All files and folders."""
+    return sorted(folder.rglob("*"))
+
+
 @pytest.mark.parametrize("name", ["", ".", "..", "/", "/x", "a/b", "../m", "a\0b"])
 async def test_a_name_that_is_a_path_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
@@ -267,11 +272,11 @@ async def test_a_name_that_is_a_path_is_refused(
     (temporary / "of-others").mkdir(parents=True)
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     async with serve(repository) as server:
-        before = sorted(tmp_path.rglob("*"))
+        before = everything_below(tmp_path)
         with pytest.raises(InvalidArgumentError, match=r"[Mm]odel name"):
             await server.load_model(name, '{"backend": "identity"}', {"1/x": b"x"})
         assert name not in server.lifecycle.entries
-    assert sorted(tmp_path.rglob("*")) == before
+    assert everything_below(tmp_path) == before
 
 
 async def test_files_without_a_configuration_are_refused(tmp_path: Path) -> None:
