@@ -39,7 +39,7 @@ class Clock(Protocol):
     def call_at(self, when_ns: int, callback: Callable[[], None]) -> Timer:
         """Call back once `now_ns() >= when_ns`."""
 
-    def call_soon(self, callback: Callable[[], None]) -> None:
+    def call_soon(self, callback: Callable[[], None], /) -> object:
         """Call back in this loop iteration, after what is running now."""
 
 

@@ -23,6 +23,7 @@ from npuserve.errors import (
 from npuserve.log import LogSettings
 from npuserve.model_config import datatype_name
 from npuserve.model_repository import parse_config
+from npuserve.server.idle_memory import IdleMemory, release_heap
 from npuserve.server.lifecycle import Lifecycle
 from npuserve.server.metadata import (
     ModelIndexEntry,
@@ -48,8 +49,6 @@ logger = logging.getLogger(__name__)
 
 # The version of Triton whose protocol is spoken; clients and perf_analyzer look at it.
 TRITON_VERSION = "2.51.0"
-
-_TRIM_PERIOD_S = 5.0
 
 EXTENSIONS = (
     "classification", "sequence", "model_repository", "model_repository(unload_dependents)",
@@ -84,7 +83,12 @@ class InferenceServer:
         self._stack = AsyncExitStack()
         self._tasks: asyncio.TaskGroup | None = None
         self._poll_task: asyncio.Task[None] | None = None
-        self._trim_timer: asyncio.TimerHandle | None = None
+        self._idle_memory = IdleMemory(
+            self.clock,
+            self.buffer_pool,
+            self._last_inference_ms,
+            lambda: self.loop.run_in_executor(None, release_heap),
+        )
 
     # ---------------------------------------------------------------- life of the server
 
@@ -93,7 +97,7 @@ class InferenceServer:
         self._tasks = await self._stack.enter_async_context(asyncio.TaskGroup())
         try:
             await self.metrics.start()
-            self._trim()
+            self._idle_memory.start()
             await self.lifecycle.start(self._startup_models())
         except BaseException:
             await self.__aexit__()
@@ -106,8 +110,7 @@ class InferenceServer:
     async def __aexit__(self, *exc: object) -> None:
         """Refuse new requests, answer the accepted ones, unload every model."""
         self.stopping = True
-        if self._trim_timer is not None:
-            self._trim_timer.cancel()
+        self._idle_memory.stop()
         if self._poll_task is not None:
             self._poll_task.cancel()
         await self.lifecycle.stop()
@@ -124,10 +127,8 @@ class InferenceServer:
         assert self._tasks is not None
         return self._tasks.create_task(coroutine, name=name)
 
-    def _trim(self) -> None:
-        """After a burst of large requests, memory goes back to the system."""
-        self.buffer_pool.trim()
-        self._trim_timer = self.loop.call_later(_TRIM_PERIOD_S, self._trim)
+    def _last_inference_ms(self) -> int:
+        return max((model.statistics.last_inference_ms for model in self.models), default=0)
 
     def _startup_models(self) -> list[str] | None:
         if self.options.model_control_mode != "explicit":
