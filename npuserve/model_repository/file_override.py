@@ -28,12 +28,20 @@ def write_files(name: str, files: Mapping[str, bytes]) -> Path:
     root = Path(tempfile.mkdtemp(prefix=_PREFIX))
     model_dir = root / name
     try:
+        _make(model_dir)
         for relative, content in files.items():
             _write(model_dir, relative, content)
     except BaseException:
         shutil.rmtree(root, ignore_errors=True)
         raise
     return model_dir
+
+
+def _make(model_dir: Path) -> None:
+    try:
+        model_dir.mkdir()
+    except (OSError, ValueError) as error:  # too long, with a NUL
+        raise InvalidArgumentError(f"invalid model name '{model_dir.name}': {error}") from error
 
 
 def _write(model_dir: Path, relative: str, content: bytes) -> None:

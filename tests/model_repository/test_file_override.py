@@ -46,8 +46,17 @@ def test_a_file_that_leaves_the_folder_is_refused(temporary: Path, path: str) ->
 @pytest.mark.parametrize("path", ["", "1", "1/x/y", "a" * 300, "1/\0"])
 def test_a_path_that_no_file_can_have_is_refused(temporary: Path, path: str) -> None:
     """A folder, a file below a file, too long a name, a NUL."""
-    with pytest.raises(InvalidArgumentError, match="Invalid file parameter"):
-        write_files("m", {"1/x": b"x", path: b"x"})
+    for files in ({"1/x": b"x", path: b"x"}, {path: b"x", "1/x": b"x"}):
+        with pytest.raises(InvalidArgumentError, match="Invalid file parameter"):
+            write_files("m", files)
+    assert [entry.name for entry in temporary.iterdir()] == ["of-others"]
+
+
+@pytest.mark.parametrize("name", ["a" * 300, "a\0b"])
+def test_a_name_that_no_folder_can_have_is_refused(temporary: Path, name: str) -> None:
+    """The file system decides."""
+    with pytest.raises(InvalidArgumentError, match="invalid model name"):
+        write_files(name, {"1/x": b"x"})
     assert [entry.name for entry in temporary.iterdir()] == ["of-others"]
 
 
