@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from npuserve._proto import model_config_pb2 as pb
 from npuserve.model_config import enum_name
+from npuserve.model_repository.problems import Problem, under
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -16,21 +17,25 @@ if TYPE_CHECKING:
     from npuserve.model_config import ModelConfig
 
 
-def check_batch_io(config: ModelConfig) -> Iterator[str]:
+def check_batch_io(config: ModelConfig) -> Iterator[Problem]:
     """Problems of the tensors the server computes from a batch and cuts by it."""
     suffix = f" for {config.name}"
     inputs = {tensor.name for tensor in config.input}
-    for item in config.batch_input:
-        yield from (problem + suffix for problem in _check_batch_input(item, inputs))
+    for index, item in enumerate(config.batch_input):
+        texts = [text + suffix for text in _check_batch_input(item, inputs)]
+        yield from under(f"batch_input[{index}]", texts)
     outputs = {tensor.name for tensor in config.output}
     targets: set[str] = set()
-    for output in config.batch_output:
-        yield from (problem + suffix for problem in _check_batch_output(output, inputs))
+    for index, output in enumerate(config.batch_output):
+        field = f"batch_output[{index}]"
+        texts = [text + suffix for text in _check_batch_output(output, inputs)]
+        yield from under(field, texts)
         for target in output.target_name:
             if target not in outputs:
-                yield f"unknown target output name '{target}'{suffix}"
+                yield Problem(field, f"unknown target output name '{target}'{suffix}")
             if target in targets:
-                yield f"target output name '{target}' can only be specified once{suffix}"
+                text = f"target output name '{target}' can only be specified once{suffix}"
+                yield Problem(field, text)
             targets.add(target)
 
 

@@ -1,6 +1,6 @@
 """Every rule that makes a configuration invalid. Pure; all problems are reported at once.
 
-Each check is a generator of texts, worded as Triton words them.
+Each check is a generator of problems, or of the texts of one field, worded as Triton words them.
 Source: Triton core src/model_config_utils.cc (ValidateModelConfig and its helpers).
 """
 
@@ -16,10 +16,11 @@ from npuserve.model_config import ModelConfig, enum_name
 from npuserve.model_repository.batch_input_check import check_batch_io
 from npuserve.model_repository.defaults import ENSEMBLE, PLATFORM_BACKENDS
 from npuserve.model_repository.ensemble_check import check_ensemble
+from npuserve.model_repository.problems import Problem, under
 from npuserve.model_repository.scheduling_check import check_scheduling
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 _Tensor = pb.ModelInput | pb.ModelOutput
 
@@ -29,39 +30,75 @@ _PLATFORM_BOUND_BACKENDS = frozenset(PLATFORM_BACKENDS.values())
 _KINDS_WITHOUT_CARDS = (pb.ModelInstanceGroup.KIND_CPU, pb.ModelInstanceGroup.KIND_MODEL)
 
 
-def validate(config: ModelConfig, model_dir: str | os.PathLike[str], *, completed: bool) -> None:
+def validate(
+    config: ModelConfig,
+    model_dir: str | os.PathLike[str],
+    *,
+    completed: bool,
+    where: Callable[[str], str] = lambda _field: "",
+) -> None:
     """Refuse a configuration that breaks a rule.
 
     Args:
         config: with defaults filled in.
         model_dir: folder of the model; only its path is used.
         completed: inputs and outputs are final (the backend completed them, or may not).
+        where: what to add to a problem to say where in a file its field is.
 
     Raises:
         InvalidArgumentError: with the texts of all broken rules.
     """
-    problems = list(_problems(config, os.fspath(model_dir), completed))
+    problems = dict.fromkeys(_problems(config, os.fspath(model_dir), completed))
     if problems:
-        raise InvalidArgumentError("; ".join(dict.fromkeys(problems)))
+        raise InvalidArgumentError("; ".join(p.text + where(p.field) for p in problems))
 
 
-def _problems(config: ModelConfig, model_dir: str, completed: bool) -> Iterator[str]:
-    yield from _check_backend(config)
+def _problems(config: ModelConfig, model_dir: str, completed: bool) -> Iterator[Problem]:
+    yield from under("platform" if config.platform else "backend", _check_backend(config))
     if config.max_batch_size < 0:
-        yield f"'max_batch_size' must be non-negative value for {config.name}"
+        text = f"'max_batch_size' must be non-negative value for {config.name}"
+        yield Problem("max_batch_size", text)
     yield from check_scheduling(config, completed)
     yield from check_ensemble(config)
     yield from _check_instance_groups(config)
-    yield from _check_response_cache(config)
-    yield from _check_metrics(config)
+    yield from under("response_cache", _check_response_cache(config))
+    yield from under("model_metrics", _check_metrics(config))
     yield from _check_labels(config, model_dir)
     if completed or config.platform == ENSEMBLE:
-        for tensor in config.input:
-            yield from _check_tensor(config, tensor, "model input")
-            yield from _check_format(config, tensor)
-        for output in config.output:
-            yield from _check_tensor(config, output, "model output")
+        for index, tensor in enumerate(config.input):
+            yield from under(f"input[{index}]", _check_tensor(config, tensor, "model input"))
+            yield from under(f"input[{index}].format", _check_format(config, tensor))
+        for index, output in enumerate(config.output):
+            yield from under(f"output[{index}]", _check_tensor(config, output, "model output"))
         yield from check_batch_io(config)
+    yield from _check_names(config)
+
+
+def _check_names(config: ModelConfig) -> Iterator[Problem]:
+    """No two tensors of one name.
+
+    # Differs from Triton: it serves such a model, and one of the two is lost.
+    """
+    for field, tensors in (("input", config.input), ("output", config.output)):
+        names = [tensor.name for tensor in tensors]
+        for index, name in enumerate(names):
+            if name and name in names[:index]:
+                text = f"{field} '{name}' is specified more than once for {config.name}"
+                yield Problem(f"{field}[{index}]", text)
+    inputs = {tensor.name for tensor in config.input}
+    for index, control in enumerate(config.sequence_batching.control_input):
+        if control.name in inputs:
+            yield Problem(
+                f"sequence_batching.control_input[{index}]",
+                f"sequence batching control tensor '{control.name}' is an input already for "
+                f"{config.name}",
+            )
+    for index, state in enumerate(config.sequence_batching.state):
+        if state.input_name in inputs:
+            yield Problem(
+                f"sequence_batching.state[{index}].input_name",
+                f"state input '{state.input_name}' is an input already for {config.name}",
+            )
 
 
 def _check_backend(config: ModelConfig) -> Iterator[str]:
@@ -147,31 +184,36 @@ def _check_format(config: ModelConfig, tensor: pb.ModelInput) -> Iterator[str]:
         yield f"model input NHWC/NCHW require 3 dims for {config.name}"
 
 
-def _check_labels(config: ModelConfig, model_dir: str) -> Iterator[str]:
-    for output in config.output:
+def _check_labels(config: ModelConfig, model_dir: str) -> Iterator[Problem]:
+    for index, output in enumerate(config.output):
         path = os.path.normpath(output.label_filename)
         if os.path.isabs(path) or path.split(os.sep)[0] == os.pardir:
-            yield (
+            yield Problem(
+                f"output[{index}].label_filename",
                 f"label file path '{os.path.normpath(os.path.join(model_dir, path))}' for output "
-                f"'{output.name}' in model '{config.name}' is outside model directory"
+                f"'{output.name}' in model '{config.name}' is outside model directory",
             )
 
 
-def _check_instance_groups(config: ModelConfig) -> Iterator[str]:
+def _check_instance_groups(config: ModelConfig) -> Iterator[Problem]:
     """Rules that need no knowledge of the machine; the others are checked at placement."""
     for index, group in enumerate(config.instance_group):
         name = group.name or f"{config.name}_{index}"
-        subject = f"instance group {name} of model {config.name}"
+        block, subject = f"instance_group[{index}]", f"instance group {name} of model {config.name}"
         if group.gpus and group.kind in _KINDS_WITHOUT_CARDS:
-            yield f"{subject} has kind {enum_name(group, 'kind')} but specifies one or more GPUs"
+            yield Problem(
+                f"{block}.gpus",
+                f"{subject} has kind {enum_name(group, 'kind')} but specifies one or more GPUs",
+            )
         if group.profile and config.platform != "tensorrt_plan":
-            yield (
+            yield Problem(
+                f"{block}.profile",
                 f"{subject} and platform {config.platform}specifies profile field which is only "
-                "supported for TensorRT models"
+                "supported for TensorRT models",
             )
         if group.count < 0:
             # Differs from Triton: it takes a negative count for 1.
-            yield f"{subject} has a negative count"
+            yield Problem(f"{block}.count", f"{subject} has a negative count")
 
 
 def _check_response_cache(config: ModelConfig) -> Iterator[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from npuserve.model_repository.defaults import ENSEMBLE
+from npuserve.model_repository.problems import Problem, under
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -17,47 +18,54 @@ if TYPE_CHECKING:
     from npuserve.model_config import ModelConfig
 
 
-def check_ensemble(config: ModelConfig) -> Iterator[str]:
+def check_ensemble(config: ModelConfig) -> Iterator[Problem]:
     """Problems of the ensemble, and of any other model that has something of one."""
     name = config.name
     scheduled = config.HasField("ensemble_scheduling")
     if config.platform != ENSEMBLE:
         if scheduled:
-            yield (
+            yield Problem(
+                "ensemble_scheduling",
                 f"ensemble scheduling cannot be set for model '{name}' whose platform is not "
-                "ensemble"
+                "ensemble",
             )
         return
     if not scheduled:
-        yield f"ensemble scheduling must be set for ensemble {name} whose platform is ensemble"
+        text = f"ensemble scheduling must be set for ensemble {name} whose platform is ensemble"
+        yield Problem("platform", text)
     if config.instance_group:
-        yield f"instance group should not be specified for ensemble '{name}'"
+        text = f"instance group should not be specified for ensemble '{name}'"
+        yield Problem("instance_group", text)
     if config.HasField("optimization"):
-        yield f"optimization should not be specified for ensemble '{name}'"
+        text = f"optimization should not be specified for ensemble '{name}'"
+        yield Problem("optimization", text)
     if config.model_warmup:
-        yield f"model_warmup can not be specified for ensemble '{name}'"
+        yield Problem("model_warmup", f"model_warmup can not be specified for ensemble '{name}'")
     if not scheduled:
         return
     if not config.ensemble_scheduling.step:
-        yield f"must specify 'step' for ensemble '{name}'"
+        yield Problem("ensemble_scheduling", f"must specify 'step' for ensemble '{name}'")
         return
     problems = list(_check_steps(config))
     yield from problems
     if not problems:
-        yield from _check_connections(config)
+        yield from under("ensemble_scheduling", _check_connections(config))
 
 
-def _check_steps(config: ModelConfig) -> Iterator[str]:
+def _check_steps(config: ModelConfig) -> Iterator[Problem]:
     written: set[str] = set()
     for index, step in enumerate(config.ensemble_scheduling.step):
+        field = f"ensemble_scheduling.step[{index}]"
         for required in ("model_name", "input_map", "output_map"):
             if not getattr(step, required):
-                yield f"must specify '{required}' in step {index} of ensemble '{config.name}'"
+                text = f"must specify '{required}' in step {index} of ensemble '{config.name}'"
+                yield Problem(field, text)
         for tensor in step.output_map.values():
             if tensor in written:
-                yield (
+                yield Problem(
+                    f"{field}.output_map",
                     f"ensemble tensor '{tensor}' can appear in an output map only once for "
-                    f"ensemble '{config.name}' step {index}"
+                    f"ensemble '{config.name}' step {index}",
                 )
             written.add(tensor)
 

@@ -12,10 +12,11 @@ from npuserve.errors import InvalidArgumentError
 from npuserve.model_config import ModelConfig, config_from_json
 from npuserve.model_repository import config_check, defaults, layout
 from npuserve.model_repository.pbtxt import parse_config
+from npuserve.model_repository.problems import FieldLines
 from npuserve.model_repository.version_policy import choose_versions
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from npuserve.model_repository.layout import Fingerprint, ModelDirectory, Scan
@@ -46,8 +47,9 @@ def load_config(
         InvalidArgumentError: unreadable, for another model, or invalid already.
     """
     layout.fetch(directory)
+    where: Callable[[str], str] = _nowhere
     if override_json is None:
-        config = _read_config(directory, options)
+        config, where = _read_config(directory, options)
     else:
         config = _parse_override(override_json)
     if config.name and config.name != directory.name:
@@ -58,7 +60,8 @@ def load_config(
     config.name = directory.name
     _resolve_members(config, directory)
     defaults.complete(config, _first_version_files(directory))
-    validate_config(config, directory, completed=options.disable_auto_complete_config)
+    completed = options.disable_auto_complete_config or _is_complete(config)
+    config_check.validate(config, directory.path, completed=completed, where=where)
     return config
 
 
@@ -87,7 +90,26 @@ def fingerprint(directory: ModelDirectory) -> Fingerprint:
     return layout.fingerprint(directory)
 
 
-def _read_config(directory: ModelDirectory, options: ServerOptions) -> ModelConfig:
+def _is_complete(config: ModelConfig) -> bool:
+    """Whether no backend will add anything, so that all rules can be checked at once."""
+    return (
+        config.max_batch_size > 0
+        and bool(config.input)
+        and bool(config.output)
+        and all(tensor.data_type and tensor.dims for tensor in config.input)
+        and all(tensor.data_type and tensor.dims for tensor in config.output)
+    )
+
+
+def _nowhere(_field: str) -> str:
+    """Of a configuration without a file."""
+    return ""
+
+
+def _read_config(
+    directory: ModelDirectory, options: ServerOptions
+) -> tuple[ModelConfig, Callable[[str], str]]:
+    """The configuration, and what says where in the file a field is."""
     path = _config_path(directory, options.model_config_name)
     if not path.exists():
         if options.disable_auto_complete_config:
@@ -95,12 +117,17 @@ def _read_config(directory: ModelDirectory, options: ServerOptions) -> ModelConf
                 f"configuration file {path} is missing, and --disable-auto-complete-config "
                 "requires one"
             )
-        return ModelConfig()
+        return ModelConfig(), _nowhere
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidArgumentError(f"failed to read text proto from {path}: {error}") from error
-    return parse_config(text, os.fspath(path))
+
+    def where(field: str) -> str:
+        line = FieldLines(text).find(field)
+        return f" ({path}:{line}: {field})" if line else f" ({path}: {field})"
+
+    return parse_config(text, os.fspath(path)), where
 
 
 def _config_path(directory: ModelDirectory, config_name: str) -> Path:

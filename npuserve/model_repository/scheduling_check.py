@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from npuserve._proto import model_config_pb2 as pb
 from npuserve.model_config import enum_name
+from npuserve.model_repository.problems import Problem, under
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,7 +29,7 @@ _CORRELATION_ID_TYPES = frozenset(
 )
 
 
-def check_scheduling(config: ModelConfig, completed: bool) -> Iterator[str]:
+def check_scheduling(config: ModelConfig, completed: bool) -> Iterator[Problem]:
     """Problems of whichever batcher the configuration chooses.
 
     Args:
@@ -43,21 +44,28 @@ def check_scheduling(config: ModelConfig, completed: bool) -> Iterator[str]:
         yield from _check_preferred_sizes(config)
 
 
-def _check_preferred_sizes(config: ModelConfig) -> Iterator[str]:
-    for sizes, what in (
-        (config.dynamic_batching.preferred_batch_size, "dynamic batching preferred size"),
+def _check_preferred_sizes(config: ModelConfig) -> Iterator[Problem]:
+    oldest = config.sequence_batching.oldest
+    for block, sizes, what in (
         (
-            config.sequence_batching.oldest.preferred_batch_size,
+            "dynamic_batching",
+            config.dynamic_batching.preferred_batch_size,
+            "dynamic batching preferred size",
+        ),
+        (
+            "sequence_batching.oldest",
+            oldest.preferred_batch_size,
             "sequence batching preferred batch size",
         ),
     ):
+        field = f"{block}.preferred_batch_size"
         if any(size <= 0 for size in sizes):
-            yield f"{what} must be positive for {config.name}"
+            yield Problem(field, f"{what} must be positive for {config.name}")
         if any(size > config.max_batch_size for size in sizes):
-            yield f"{what} must be <= max batch size for {config.name}"
+            yield Problem(field, f"{what} must be <= max batch size for {config.name}")
 
 
-def _check_dynamic(config: ModelConfig) -> Iterator[str]:
+def _check_dynamic(config: ModelConfig) -> Iterator[Problem]:
     batching = config.dynamic_batching
     if batching.priority_levels:
         yield from _check_priorities(config)
@@ -65,63 +73,75 @@ def _check_dynamic(config: ModelConfig) -> Iterator[str]:
         yield from _check_ordering(config)
 
 
-def _check_priorities(config: ModelConfig) -> Iterator[str]:
+def _check_priorities(config: ModelConfig) -> Iterator[Problem]:
     batching = config.dynamic_batching
     levels = batching.priority_levels
     if not 1 <= batching.default_priority_level <= levels:
-        yield f"default priority level must be in range [1, {levels}] for {config.name}"
+        yield Problem(
+            "dynamic_batching.default_priority_level",
+            f"default priority level must be in range [1, {levels}] for {config.name}",
+        )
     if any(not 1 <= level <= levels for level in batching.priority_queue_policy):
-        yield (
+        yield Problem(
+            "dynamic_batching.priority_queue_policy",
             f"priority queue policy must have priority level in range [1, {levels}] for "
-            f"{config.name}"
+            f"{config.name}",
         )
 
 
-def _check_ordering(config: ModelConfig) -> Iterator[str]:
+def _check_ordering(config: ModelConfig) -> Iterator[Problem]:
     batching = config.dynamic_batching
     if batching.priority_levels > 1:
-        yield (
-            f"Only one priority level is allowed when 'preserve_ordering' is true for {config.name}"
+        yield Problem(
+            "dynamic_batching.priority_levels",
+            "Only one priority level is allowed when 'preserve_ordering' is true for "
+            f"{config.name}",
         )
     policies = [batching.default_queue_policy, *batching.priority_queue_policy.values()]
     if any(
         policy.timeout_action == pb.ModelQueuePolicy.DELAY and policy.default_timeout_microseconds
         for policy in policies
     ):
-        yield (
+        yield Problem(
+            "dynamic_batching.default_queue_policy.timeout_action",
             "Queue policy can not have DELAY as timeout action when 'preserve_ordering' is true "
-            f"for {config.name}"
+            f"for {config.name}",
         )
 
 
-def _check_sequence(config: ModelConfig) -> Iterator[str]:
+def _check_sequence(config: ModelConfig) -> Iterator[Problem]:
     batching = config.sequence_batching
     if not 0 <= batching.direct.minimum_slot_utilization <= 1:
-        yield (
+        yield Problem(
+            "sequence_batching.direct.minimum_slot_utilization",
             "sequence batching minimum slot utilization must be in range (0.0, 1.0] for "
-            f"{config.name}"
+            f"{config.name}",
         )
     yield from _check_control_tensors(config)
 
 
-def _check_control_tensors(config: ModelConfig) -> Iterator[str]:
+def _check_control_tensors(config: ModelConfig) -> Iterator[Problem]:
     kinds: Counter[str] = Counter()
     names: set[str] = set()
-    for tensor in config.sequence_batching.control_input:
+    for index, tensor in enumerate(config.sequence_batching.control_input):
+        field = f"sequence_batching.control_input[{index}]"
         if not tensor.name:
-            yield f"sequence batching control tensor must have a name for {config.name}"
+            text = f"sequence batching control tensor must have a name for {config.name}"
+            yield Problem(field, text)
         if tensor.name in names:
-            yield (
+            yield Problem(
+                field,
                 f"sequence batching control tensor '{tensor.name}' is specified for multiple "
-                f"control kinds for {config.name}"
+                f"control kinds for {config.name}",
             )
         names.add(tensor.name)
-        for control in tensor.control:
-            kinds[enum_name(control, "kind")] += 1
-            yield from _check_control(config, control)
-    for kind, count in kinds.items():
-        if count > 1:
-            yield f"sequence batching specifies multiple {kind} tensors for {config.name}"
+        for number, control in enumerate(tensor.control):
+            kind = enum_name(control, "kind")
+            if kinds[kind] == 1:
+                text = f"sequence batching specifies multiple {kind} tensors for {config.name}"
+                yield Problem(f"{field}.control[{number}]", text)
+            kinds[kind] += 1
+            yield from under(f"{field}.control[{number}]", _check_control(config, control))
 
 
 def _check_control(config: ModelConfig, control: _Control) -> Iterator[str]:
