@@ -4,7 +4,7 @@ Knows no scheduler and no wire format. `repository.py` is the door; the rest is 
 """
 
 from npuserve.model_repository.defaults import normalize
-from npuserve.model_repository.layout import Fingerprint, ModelDirectory, Scan
+from npuserve.model_repository.layout import Fingerprint, ModelDirectory, Scan, fetch, release
 from npuserve.model_repository.pbtxt import parse_config
 from npuserve.model_repository.repository import (
     fingerprint,
@@ -18,10 +18,12 @@ __all__ = [
     "Fingerprint",
     "ModelDirectory",
     "Scan",
+    "fetch",
     "fingerprint",
     "load_config",
     "normalize",
     "parse_config",
+    "release",
     "scan",
     "select_versions",
     "validate_config",

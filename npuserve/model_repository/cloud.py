@@ -94,6 +94,12 @@ class CloudRepository:
             partial.rename(target)
             self._remove_old_copies(target)
 
+    def release(self, path: Path) -> None:
+        """Remove a copy that no model is served from; the next load makes it anew."""
+        with self._lock:
+            if path.is_relative_to(self._root):
+                shutil.rmtree(path.parent, ignore_errors=True)
+
     def close(self) -> None:
         """Remove all copies."""
         shutil.rmtree(self._root, ignore_errors=True)
@@ -165,6 +171,12 @@ def cloud_repository(url: str) -> CloudRepository:
         if url not in _repositories:
             _repositories[url] = CloudRepository(url)
         return _repositories[url]
+
+
+def release_copy(path: Path) -> None:
+    """See `CloudRepository.release`; a model that lies on this machine is left alone."""
+    for repository in list(_repositories.values()):
+        repository.release(path)
 
 
 @atexit.register

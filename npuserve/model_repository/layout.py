@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from npuserve.errors import InternalError, InvalidArgumentError
-from npuserve.model_repository.cloud import cloud_repository
+from npuserve.model_repository.cloud import cloud_repository, release_copy
 from npuserve.model_repository.cloud_location import scheme_of
 
 if TYPE_CHECKING:
@@ -159,6 +159,11 @@ def fetch(directory: ModelDirectory) -> None:
     """
     if scheme_of(directory.repository):
         cloud_repository(directory.repository).download(directory.name, directory.path)
+
+
+def release(path: Path) -> None:
+    """Free what `fetch` copied to this model directory, if anything."""
+    release_copy(path)
 
 
 def fingerprint(directory: ModelDirectory) -> Fingerprint:

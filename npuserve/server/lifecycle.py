@@ -347,10 +347,16 @@ class Lifecycle:
                     if entry.file_override is files:  # else a new load has brought others
                         self._drop_file_override(entry)
                     logger.info("successfully unloaded '%s' version %d", model.name, model.version)
+                    await self._release_files(entry, model)
 
         self._draining[model] = self._server.spawn(
             drain(), name=f"drain {model.name}:{model.version}"
         )
+
+    async def _release_files(self, entry: ModelEntry, model: Model) -> None:
+        async with entry.lock:  # no load is about to use them
+            if not any(status.model for status in entry.versions.values()):
+                await asyncio.to_thread(self.factory.release, model.context.model_dir)
 
     async def _stop_model(self, model: Model) -> None:
         try:

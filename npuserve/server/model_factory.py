@@ -66,6 +66,11 @@ class ModelFactory:
         return model_repository.select_versions(config, directory)
 
     @staticmethod
+    def release(path: Path) -> None:
+        """Free the local copy of a model in a cloud, which nobody serves from any more."""
+        model_repository.release(path)
+
+    @staticmethod
     def directory_of(name: str, path: Path) -> ModelDirectory:
         """A model directory outside the repositories (files given with a load call)."""
         return model_repository.ModelDirectory.from_path(name, path)
@@ -113,6 +118,7 @@ class ModelFactory:
         self, directory: ModelDirectory, config: ModelConfig, version: int
     ) -> tuple[BackendModelContext, Backend | None]:
         options = self._options
+        model_repository.fetch(directory)  # an unload may have removed the copy meanwhile
         is_ensemble = config.platform == "ensemble"
         backend = None if is_ensemble else self.backends.get(config.backend)
         context = BackendModelContext(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 from collections.abc import Iterator
@@ -203,6 +204,28 @@ def test_local_and_cloud_repositories_share_one_name_space(store: Store, tmp_pat
     found = scan([str(tmp_path / "local"), store.url], OPTIONS)
     assert found.models == {}
     assert list(found.problems) == ["m"]
+
+
+async def test_an_unloaded_model_leaves_no_copy(store: Store, tmp_path: Path) -> None:
+    """Its files go with its last version, and come back when it is loaded again."""
+    store.put("m/2/data", b"2")
+    store.put("m/config.pbtxt", CONFIG + b" version_policy { all { } }")
+    options = ServerOptions(
+        model_repository=(store.url,), model_control_mode="explicit", load_model=("m",)
+    )
+    async with InferenceServer(options) as server:
+        for _ in range(2):
+            assert len(copies(tmp_path)) == 2
+            await server.unload_model("m")
+            await asyncio.gather(*server.lifecycle._draining.values())
+            assert not copies(tmp_path)
+            await server.load_model("m")
+        assert len(copies(tmp_path)) == 2
+
+
+def copies(root: Path) -> list[Path]:
+    """Data files of all local copies."""
+    return list(root.glob("npuserve-cloud-*/m/*/m/*/data"))
 
 
 async def test_a_server_follows_the_store(store: Store) -> None:
