@@ -218,6 +218,11 @@ class _UnaryCall(_GrpcioCall):
         """See `Call.unsent`."""
         return 0
 
+    @property
+    def unsent_bytes(self) -> int:
+        """See `Call.unsent_bytes`."""
+        return 0
+
     def send(self, message: Parts) -> None:
         """See `Call.send`."""
         self.response = framing.join(message)
@@ -235,6 +240,7 @@ class _StreamCall(_GrpcioCall):
     def __init__(self, context: Any) -> None:
         super().__init__(context)
         self.outbox: deque[bytes] = deque()
+        self.unsent_bytes = 0
         self.wake = asyncio.Event()  # something is in the outbox, or the call is done
         self.readable = asyncio.Event()
         self.readable.set()
@@ -247,7 +253,9 @@ class _StreamCall(_GrpcioCall):
     def send(self, message: Parts) -> None:
         """See `Call.send`."""
         if not self.done.done():
-            self.outbox.append(framing.join(message))
+            data = framing.join(message)
+            self.outbox.append(data)
+            self.unsent_bytes += len(data)
             self.wake.set()
 
     def finish(self, status: int = 0, details: str = "") -> None:
@@ -268,7 +276,7 @@ class _StreamCall(_GrpcioCall):
         while True:
             while self.outbox:
                 await self._context.write(self.outbox[0])
-                self.outbox.popleft()
+                self.unsent_bytes -= len(self.outbox.popleft())
                 if self.on_sent is not None:
                     self.on_sent()
             if self.done.done():

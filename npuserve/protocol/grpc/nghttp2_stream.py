@@ -43,9 +43,9 @@ class Stream:
 
     __slots__ = (
         "_compressing", "_connection", "_headers", "_headers_sent", "_inbox", "_inflating",
-        "_message_seen", "_method", "_outbox", "_pending", "_queued_bytes", "_reader",
-        "_reading", "_receiver", "_timer", "_unacknowledged", "done", "id", "on_cancel",
-        "on_sent", "remote_closed",
+        "_message_seen", "_method", "_outbox", "_passed_bytes", "_pending", "_queued_bytes",
+        "_reader", "_reading", "_receiver", "_timer", "_unacknowledged", "done", "id",
+        "on_cancel", "on_sent", "remote_closed",
     )  # fmt: skip
 
     def __init__(
@@ -75,6 +75,7 @@ class Stream:
         # Only streams: sent messages by their end offset in the bytes queued so far.
         self._pending: deque[int] = deque()
         self._queued_bytes = 0
+        self._passed_bytes = 0  # of them, what has left
         timeout = headers.get(b"grpc-timeout")
         if timeout is not None:
             self._start_timer(timeout)
@@ -95,6 +96,11 @@ class Stream:
     def unsent(self) -> int:
         """See `Call.unsent`."""
         return len(self._pending) + len(self._outbox) + self._compressing
+
+    @property
+    def unsent_bytes(self) -> int:
+        """See `Call.unsent_bytes`."""
+        return self._queued_bytes - self._passed_bytes
 
     def send(self, message: Parts) -> None:
         """See `Call.send`."""
@@ -229,7 +235,7 @@ class Stream:
 
     def update_unsent(self, queued_bytes: int) -> bool:
         """Learn how much still waits in libnghttp2; True while something does."""
-        passed = self._queued_bytes - queued_bytes
+        passed = self._passed_bytes = self._queued_bytes - queued_bytes
         pending = self._pending
         before = len(pending)
         while pending and pending[0] <= passed:

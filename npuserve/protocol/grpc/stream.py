@@ -34,6 +34,9 @@ logger = logging.getLogger(__name__)
 
 STRICT_ERRORS = "triton_grpc_error"
 
+# Differs from Triton: by default its server keeps whatever a slow client does not read.
+_MAX_UNSENT_BYTES = 64 << 20
+
 
 class Exchange:
     """One request on the stream and what has become of it.
@@ -205,14 +208,19 @@ class InferStream:
 
     def _send(self, reply: Parts) -> None:
         self._call.send(reply)
-        if not self._paused and self._call.unsent >= self._max_unsent:
+        if not self._paused and self._is_behind():
             self._pause(True)
             self._call.pause_reading()
 
     def _sent(self) -> None:
-        if self._paused and self._call.unsent < self._max_unsent:
+        if self._paused and not self._is_behind():
             self._pause(False)
             self._call.resume_reading()
+
+    def _is_behind(self) -> bool:
+        """Whether the client leaves too much unread."""
+        call = self._call
+        return call.unsent >= self._max_unsent or call.unsent_bytes > _MAX_UNSENT_BYTES
 
     def _pause(self, paused: bool) -> None:
         """Slow down both who asks on this stream and who answers."""

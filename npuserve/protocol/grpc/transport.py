@@ -45,6 +45,10 @@ class Call(Protocol):
     def unsent(self) -> int:
         """Messages of this stream that wait for a slow reader."""
 
+    @property
+    def unsent_bytes(self) -> int:
+        """Their size."""
+
     def send(self, message: Parts) -> None:
         """Send one message; never blocks, the transport keeps it until the peer takes it."""
 

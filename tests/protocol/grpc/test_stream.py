@@ -11,6 +11,7 @@ import pytest
 
 from npuserve._proto import grpc_service_pb2 as pb
 from npuserve.errors import InternalError
+from npuserve.protocol.grpc import stream as stream_module
 from npuserve.request import InferenceRequest
 from npuserve.response import InferenceResponse
 from tests.protocol.grpc.conftest import Rig, request
@@ -195,9 +196,15 @@ async def test_large_messages_on_a_stream(rig: Rig) -> None:
     assert await stream.rest() == []
 
 
-async def test_a_slow_reader_holds_the_stream_up(start: Start) -> None:
-    """With a bounded response pool, requests are not read while responses pile up."""
-    rig = await start(grpc_max_response_pool_size=4)
+@pytest.mark.parametrize(
+    ("options", "most_bytes"), [({"grpc_max_response_pool_size": 4}, 1 << 30), ({}, 4_000_000)]
+)
+async def test_a_slow_reader_holds_the_stream_up(
+    start: Start, options: dict[str, int], most_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests are not read while too many responses, or too large ones, pile up."""
+    monkeypatch.setattr(stream_module, "_MAX_UNSENT_BYTES", most_bytes)
+    rig = await start(**options)
     seen = 0
 
     def count(inference: InferenceRequest) -> None:
