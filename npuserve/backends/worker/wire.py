@@ -86,6 +86,10 @@ MAX_FDS = 64
 
 _MARSHAL_VERSION = 2  # without references: faster, and read by every Python 3
 
+# How marshal begins a tuple of three. It believes every length it reads, so that bytes of something
+# else would make it reserve gigabytes before it finds them wrong.
+_BEGINNING = b"(\x03\0\0\0"
+
 Message = tuple[int, Any, Any]
 
 
@@ -105,9 +109,10 @@ def unpack(data: Any) -> Message:
         WireError: it is not one.
     """
     try:
-        message = marshal.loads(data)
-        if message[0] in KINDS and len(message) == 3:
-            return message  # type: ignore[no-any-return]
-    except (ValueError, EOFError, TypeError, IndexError, KeyError):
+        if data[: len(_BEGINNING)] == _BEGINNING:
+            message = marshal.loads(data)
+            if message[0] in KINDS:
+                return message  # type: ignore[no-any-return]
+    except (ValueError, EOFError, TypeError, KeyError, MemoryError):
         pass  # marshal raises any of these for bytes that are not its own
     raise WireError("malformed message on the worker's channel")

@@ -42,6 +42,12 @@ def test_other_bytes_are_refused(data: bytes) -> None:
         wire.unpack(data)
 
 
+def test_bytes_that_promise_a_huge_message_cost_nothing() -> None:
+    """Their length is not believed."""
+    with pytest.raises(wire.WireError):
+        wire.unpack(b"(" + (2**31 - 1).to_bytes(4, "little"))
+
+
 @given(payload=_payloads, cut=st.integers(1, 20))
 def test_cut_message_is_refused(payload: Any, cut: int) -> None:
     """A message without its end is no message."""
