@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 _RAW_INPUT_FIELD = 7  # ModelInferRequest.raw_input_contents
 _RAW_ALIGNMENT_BYTES = 64
+# Top-level fields of a large message: a request has a few for each tensor. Without a limit, two
+# bytes each would keep the event loop busy for minutes.
+_MAX_FIELDS = 10_000
 # Bytes of a value by wire type, where that is fixed.
 _FIXED_BYTES = {1: 8, 5: 4}
 
@@ -65,7 +68,11 @@ def _fields(data: memoryview) -> Iterable[tuple[int, int, int]]:
         InvalidArgumentError: not the encoding of a protobuf message.
     """
     offset, size = 0, len(data)
+    fields = 0
     while offset < size:
+        fields += 1
+        if fields > _MAX_FIELDS:
+            raise InvalidArgumentError(f"the message has more than {_MAX_FIELDS} fields")
         tag, offset = _read_varint(data, offset)
         wire_type = tag & 7
         if wire_type == 2:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import time
 from typing import Any
 
 import numpy as np
@@ -208,6 +209,15 @@ def test_bad_parameters(key: str, field: str, value: Any, text: str) -> None:
     """Parameters of the wrong type are refused in Triton's words."""
     with pytest.raises(InvalidArgumentError, match=text.replace(".", r"\.")):
         decode(with_parameter(key, field, value))
+
+
+@pytest.mark.parametrize("field", [b"\0\0", b"\x3a\0", b"\x58\1", b"\x0a\1m"])
+def test_a_large_message_of_tiny_fields_is_refused(field: bytes) -> None:
+    """Reading it would hold up everybody: no tag, empty tensors, unknown numbers, names."""
+    begun = time.process_time()
+    with pytest.raises(InvalidArgumentError, match=r"more than 10000 fields|failed to parse"):
+        codec.parse_infer_request(memoryview(field * (10 << 20)))
+    assert time.process_time() - begun < 1
 
 
 def test_large_raw_contents_are_views() -> None:
