@@ -86,7 +86,7 @@ class InferenceServer:
         self._idle_memory = IdleMemory(
             self.clock,
             self.buffer_pool,
-            self._last_inference_ms,
+            self._activity,
             lambda: self.loop.run_in_executor(None, release_heap),
         )
 
@@ -127,8 +127,10 @@ class InferenceServer:
         assert self._tasks is not None
         return self._tasks.create_task(coroutine, name=name)
 
-    def _last_inference_ms(self) -> int:
-        return max((model.statistics.last_inference_ms for model in self.models), default=0)
+    def _activity(self) -> tuple[int, int]:
+        """Another value after an inference, a load or an unload."""
+        times = [model.statistics.last_inference_ms for model in self.models]
+        return len(times), max(times, default=0)
 
     def _startup_models(self) -> list[str] | None:
         if self.options.model_control_mode != "explicit":

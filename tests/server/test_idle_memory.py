@@ -10,15 +10,15 @@ from npuserve.testing.clock import FakeClock
 
 
 class Rig:
-    """An IdleMemory on a virtual clock; `inference_ms` is the newest inference."""
+    """An IdleMemory on a virtual clock; `happened` counts what happened."""
 
     def __init__(self) -> None:
         self.clock = FakeClock()
         self.pool = BufferPool()
-        self.inference_ms = 0
+        self.happened = 0
         self.heap_trims = 0
         self.memory = IdleMemory(
-            self.clock, self.pool, lambda: self.inference_ms, self._count_heap_trim
+            self.clock, self.pool, lambda: self.happened, self._count_heap_trim
         )
         self.memory.start()
 
@@ -43,27 +43,27 @@ def test_idle_blocks_are_freed(rig: Rig) -> None:
     assert rig.pool.idle_bytes == 0
 
 
-def test_the_heap_is_trimmed_once_after_each_burst(rig: Rig) -> None:
-    """A quiet server is left alone; what is new is trimmed once."""
+def test_the_heap_is_trimmed_once_after_each_activity(rig: Rig) -> None:
+    """A quiet server is left alone."""
     rig.periods(3)
     assert rig.heap_trims == 0
-    for burst in (1, 2):
-        rig.inference_ms += 1000
+    for count in (1, 2):
+        rig.happened += 1
         rig.periods(5)
-        assert rig.heap_trims == burst
+        assert rig.heap_trims == count
 
 
-def test_the_heap_is_left_alone_while_requests_come(rig: Rig) -> None:
-    """Trimming would hold them up."""
+def test_the_heap_is_left_alone_while_something_happens(rig: Rig) -> None:
+    """Trimming would hold it up."""
     for _ in range(5):
-        rig.inference_ms += 1
+        rig.happened += 1
         rig.periods(1)
     assert rig.heap_trims == 0
 
 
 def test_nothing_is_trimmed_after_the_stop(rig: Rig) -> None:
     """The timer is taken back."""
-    rig.inference_ms = 1
+    rig.happened = 1
     rig.memory.stop()
     rig.periods(3)
     assert rig.heap_trims == 0
