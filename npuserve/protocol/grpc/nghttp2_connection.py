@@ -20,6 +20,7 @@ from ngh2 import (
     PingAcknowledged,
     PingReceived,
     RequestReceived,
+    SettingsReceived,
     StreamClosed,
     StreamReset,
     TrailersReceived,
@@ -48,6 +49,8 @@ _CONFIGURATION = ngh2.Configuration(
 )
 # Bytes given to the socket at once; between two of them a slow peer can make us stop.
 _WRITE_BYTES = 1 << 20
+# For the client's preface and settings, as gRPC core has it; nobody may hold a socket for nothing.
+HANDSHAKE_S = 120.0
 _DRAIN_PING = b"draining"
 # gRPC lets a client ping an idle connection every two hours, whatever the options say.
 _IDLE_PING_INTERVAL_S = 7200.0
@@ -77,6 +80,7 @@ class Connection(asyncio.BufferedProtocol):
         self._write_paused = False
         self._queued: set[Stream] = set()  # streams with unsent messages
         self._to_reset: list[int] = []
+        self._greeted = False  # the client has sent its settings
         self._draining = False
         self._closing = False
         self._last_read = self.loop.time()
@@ -229,6 +233,8 @@ class Connection(asyncio.BufferedProtocol):
                 self._close_if_drained()
         elif kind is ConnectionClosed:
             self._closing = True
+        elif kind is SettingsReceived:
+            self._greeted = True
 
     def _data_received(self, event: DataReceived) -> None:
         stream = self.streams.get(event.stream_id)
@@ -352,6 +358,7 @@ class Connection(asyncio.BufferedProtocol):
     def _start_timers(self) -> None:
         options = self._owner.options
         self._timers.append(self.loop.call_later(options.keepalive_time_ms / 1000, self._keepalive))
+        self._timers.append(self.loop.call_later(HANDSHAKE_S, self._check_greeted))
         if options.max_connection_age_ms is not None:
             spread = random.uniform(1 - _AGE_JITTER, 1 + _AGE_JITTER)
             age_s = options.max_connection_age_ms / 1000 * spread
@@ -379,6 +386,10 @@ class Connection(asyncio.BufferedProtocol):
             self._transport.abort()
         else:
             self._again(self._owner.options.keepalive_time_ms / 1000, self._keepalive)
+
+    def _check_greeted(self) -> None:
+        if not self._greeted:
+            self.abort()
 
     def _too_old(self) -> None:
         self.drain()

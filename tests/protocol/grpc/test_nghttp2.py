@@ -6,6 +6,7 @@ The client here speaks HTTP/2 through ngh2 as well, but says what the test wants
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gzip
 import os
 import random
@@ -19,7 +20,7 @@ import ngh2
 import pytest
 
 from npuserve._proto import grpc_service_pb2 as pb
-from npuserve.protocol.grpc import framing
+from npuserve.protocol.grpc import framing, nghttp2_connection
 from npuserve.protocol.grpc.framing import frame_prefix
 from tests.protocol.grpc.conftest import Rig, request, running
 from tests.protocol.grpc.fakes import response_of
@@ -414,6 +415,25 @@ async def test_a_silent_peer_is_dropped() -> None:
         await rig.core.held.get()
         await rig.core.cancelled.get()  # nobody reads, so nobody answered the ping
         writer.transport.abort()
+
+
+@pytest.mark.parametrize("data", [b"", PREFACE[:10], PREFACE, PREFACE + b"\0\0\6\4"])
+async def test_a_socket_that_never_speaks_http2_is_dropped(
+    monkeypatch: pytest.MonkeyPatch, data: bytes
+) -> None:
+    """Nothing, or the beginning of a preface, keeps no socket; a client that is idle stays."""
+    monkeypatch.setattr(nghttp2_connection, "HANDSHAKE_S", 0.2)
+    async with running("nghttp2") as rig, connected(rig) as idle:
+        idle.flush()
+        reader, writer = await asyncio.open_connection("127.0.0.1", rig.front.port)
+        writer.write(data)
+        with contextlib.suppress(ConnectionResetError):
+            while await reader.read(1000):
+                pass
+        writer.close()
+        stream_id = idle.open()
+        idle.send(stream_id, framed(request()))
+        assert await idle.status(stream_id) == (0, "")
 
 
 async def test_a_talking_peer_is_kept() -> None:
