@@ -49,7 +49,8 @@ class IdleMemory:
         self._pool = pool
         self._activity = activity
         self._trim_heap = trim_heap
-        self._seen = self._trimmed = activity()
+        self._seen = activity()
+        self._untidy = False
         self._timer: Timer | None = None
 
     def start(self) -> None:
@@ -64,7 +65,9 @@ class IdleMemory:
     def _end_period(self) -> None:
         self._pool.trim()
         before, self._seen = self._seen, self._activity()
-        if self._seen == before != self._trimmed:
-            self._trimmed = before
+        if self._seen != before:
+            self._untidy = True
+        elif self._untidy:
+            self._untidy = False
             self._trim_heap()
         self.start()

@@ -53,6 +53,15 @@ def test_the_heap_is_trimmed_once_after_each_activity(rig: Rig) -> None:
         assert rig.heap_trims == count
 
 
+def test_what_is_as_before_is_trimmed_too(rig: Rig) -> None:
+    """Models that came and went leave their pages behind."""
+    for models in (200, 0):
+        rig.happened = models
+        rig.periods(1)
+    rig.periods(1)
+    assert rig.heap_trims == 1
+
+
 def test_the_heap_is_left_alone_while_something_happens(rig: Rig) -> None:
     """Trimming would hold it up."""
     for _ in range(5):
