@@ -80,6 +80,7 @@ class InferenceServer:
         self.stopping = False
         # Serving table of the hot path: name → requested version (-1: newest ready) → Model.
         self._serving: dict[str, dict[int, Model]] = {}
+        self._serving_changes = 0
         self._stack = AsyncExitStack()
         self._tasks: asyncio.TaskGroup | None = None
         self._poll_task: asyncio.Task[None] | None = None
@@ -129,8 +130,8 @@ class InferenceServer:
 
     def _activity(self) -> tuple[int, int]:
         """Another value after an inference, a load or an unload."""
-        times = [model.statistics.last_inference_ms for model in self.models]
-        return len(times), max(times, default=0)
+        times = (model.statistics.last_inference_ms for model in self.models)
+        return self._serving_changes, max(times, default=0)
 
     def _startup_models(self) -> list[str] | None:
         if self.options.model_control_mode != "explicit":
@@ -349,6 +350,7 @@ class InferenceServer:
 
     def publish(self, entry: ModelEntry) -> None:
         """Make the READY versions of an entry reachable, and only those."""
+        self._serving_changes += 1
         ready = entry.ready_models
         if ready:
             self._serving[entry.name] = {**ready, -1: ready[max(ready)]}
