@@ -21,8 +21,8 @@ _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
 def release_heap() -> None:
     """Give the pages between the live blocks of the C heap back; blocks for up to 0.1 s.
 
-    The garbage goes first: a model that was unloaded is full of cycles. glibc keeps the pages: after a burst of 5 MB messages through grpcio more than 100 MB, after 200
-    models were unloaded 50 MB.
+    The garbage goes first: a model that was unloaded is full of cycles. glibc keeps the pages:
+    after a burst of 5 MB messages through grpcio more than 100 MB, after 200 models 50 MB.
     """
     gc.collect()
     if _malloc_trim is not None:
