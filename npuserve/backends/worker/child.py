@@ -59,6 +59,7 @@ class Worker:
         self._cancelled: set[Any] = set()
         self._readiness_due = False  # the server wants to know whether the model is ready
         self._stopping = False  # STOP came, or the server is gone
+        self._held = False  # readers of large responses are behind
         self._gone = False
         self._forked = False  # this is not the worker, but a process that the model forked
         # Held by the thread that reads the channel; the others wait for their turn, or until
@@ -351,6 +352,8 @@ class Worker:
                 self._batches_arrived()
         elif kind == wire.CANCEL:
             self._cancelled.add(payload)
+        elif kind == wire.HOLD:
+            self._held = payload
         elif kind == wire.ANSWER:
             call_id, ok, value = payload
             self._calls.pop(call_id).put((ok, value))
@@ -369,6 +372,7 @@ class Worker:
 
     def _server_gone(self) -> None:
         self._gone = self._stopping = True
+        self._held = False
         calls, self._calls = self._calls, {}
         for mailbox in calls.values():
             mailbox.put(None)
@@ -395,6 +399,12 @@ class Worker:
         with self._channel.lock:
             item = None if response is None else self._response(response, names, copy=True)
             self._outbox.put(key, item, final)
+            if not self._channel.link.lent_count:
+                return  # for small ones a full channel is limit enough
+            self._outbox.flush()
+        self._read_available()
+        if self._held:
+            self._read_until(lambda: not self._held)
 
     def is_cancelled(self, key: Any) -> bool:
         """See `Port.is_cancelled`."""

@@ -135,6 +135,17 @@ class Connection:
         else:
             self._loop.add_reader(self._socket, self._on_readable)
 
+    @property
+    def has_unread(self) -> bool:
+        """Whether a message, or the end of the channel, has come that was not taken yet."""
+        try:
+            self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except ConnectionResetError:
+            pass  # reading deals with it
+        return True
+
     def end(self) -> None:
         """The worker has exited: take what it sent, then report the loss.
 

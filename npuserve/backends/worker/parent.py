@@ -63,6 +63,7 @@ class WorkerInstance(LoopInstance):
         self._readiness: asyncio.Future[bool] | None = None  # the model's own answer
         self._stopped: asyncio.Future[None] | None = None
         self._stopping = False
+        self._held = False  # readers of responses are behind
         self._timed_out = False
         self._pause_s = 0.0
         self._started_at = 0.0
@@ -198,8 +199,25 @@ class WorkerInstance(LoopInstance):
 
     def hold(self, held: bool) -> None:
         """See `LoopInstance.hold`."""
-        if self._connection is not None:
-            self._connection.pause(held)
+        self._held = held
+        connection = self._connection
+        if connection is None or connection.closed:
+            return
+        connection.pause(held)
+        if held:
+            # A channel full of references to large tensors would be no limit.
+            connection.send(wire.HOLD, True)
+        else:
+            self._loop.call_soon(self._go_on, connection)
+
+    def _go_on(self, connection: Connection) -> None:
+        """Let the worker send more, once all that it has sent is read and nobody minds."""
+        if self._held or connection.closed:
+            return
+        if connection.has_unread:
+            self._loop.call_soon(self._go_on, connection)
+        else:
+            connection.send(wire.HOLD, False)
 
     def _cancel(self, request: InferenceRequest) -> None:
         for batch_id, batch in (*self._batches.items(), *self._open_batches()):

@@ -34,6 +34,7 @@ INFER_RESPONSE = 4  #               (call id, response or None, final)
 STOP = 5  #                         None
 INIT = 6  #                         what the worker shall be, as a dict
 IS_READY = 7  #                     None; asks the model, answered by READINESS
+HOLD = 8  #                         whether to hold large responses back
 # worker → server
 READY = 16  #                       facts as a dict
 FAILED = 17  #                      error
@@ -55,7 +56,7 @@ KILL = 41  #                        process id
 FORKED = 42  #                      (token, process id); token 0 once, when it is ready
 EXITED = 43  #                      (process id, wait status)
 
-KINDS = frozenset({*range(1, 8), *range(16, 26), 30, 31, *range(40, 44)})
+KINDS = frozenset({*range(1, 9), *range(16, 26), 30, 31, *range(40, 44)})
 
 # Outcomes of one request in RESULT that are not a response.
 LATER = None  # answered, or going to be answered, through its response sender

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from npuserve.backends.worker import outbox, wire
@@ -106,3 +110,32 @@ async def test_a_response_is_what_it_was_when_it_was_sent(tmp_path: Path) -> Non
     async with served_model(tmp_path, code, DECOUPLED) as models:
         call = await models.infer()
         assert call.values == [[float(value)] for value in range(20)]
+
+
+async def test_a_slow_reader_stops_the_model_at_its_next_large_response(tmp_path: Path) -> None:
+    """References to large tensors are small: the channel alone would take hundreds of them."""
+    about_to_send = tmp_path / "about_to_send"
+    os.mkfifo(about_to_send)
+    code = f"""
+    class TritonPythonModel:
+        def execute(self, requests):
+            sender = requests[0].get_response_sender()
+            if tensor(requests[0]).as_numpy()[0]:
+                open({str(about_to_send)!r}, "w").close()
+                for _ in range(2):
+                    now = np.frombuffer(np.int64(time.monotonic_ns()).tobytes(), np.float32)
+                    sender.send(response(np.concatenate([now, np.zeros(20_000, np.float32)])))
+            sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+    """
+    async with served_model(tmp_path, code, DECOUPLED) as models:
+        first = models.start(inputs={"IN": np.zeros(1, np.float32)})
+        held = models.start()  # waits behind the first one
+        held.request.hold(True)
+        await first.answer()
+        await asyncio.to_thread(about_to_send.read_bytes)
+        released_ns = time.monotonic_ns()
+        held.request.hold(False)
+        await held.answer()
+        sent_ns = [np.frombuffer(r.outputs[0].data[:8], np.int64).item() for r in held.responses]
+        assert len(sent_ns) == 2
+        assert sent_ns[1] > released_ns
