@@ -115,14 +115,12 @@ class Model:
         self._tracer = services.tracer
         self.pool.card_load = services.card_load
         try:
+            self._labels = await asyncio.to_thread(self._read_labels)
             if self.backend is not None:
-                self._labels = await asyncio.to_thread(self._read_labels)
                 made = await asyncio.to_thread(self.backend.load, self.context)
                 for placement, instance in zip(self.context.placements, made, strict=True):
                     self.pool.add(placement, instance)
                 await self.pool.initialize()
-            else:
-                self._labels = await asyncio.to_thread(self._read_labels)
             configure_pool(self.pool, self.config)
             self._scheduler = create_scheduler(
                 SchedulerContext(
