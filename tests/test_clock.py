@@ -11,6 +11,9 @@ import pytest
 from npuserve.clock import Appointment, LoopClock
 from npuserve.testing.clock import FakeClock
 
+# No deadline is over before all timers of a test are set, however busy the machine is.
+AHEAD_NS = 300_000_000
+
 
 @pytest.fixture
 async def clock() -> AsyncIterator[LoopClock]:
@@ -22,8 +25,7 @@ async def clock() -> AsyncIterator[LoopClock]:
 
 async def test_timers_fire_in_deadline_order_and_never_early(clock: LoopClock) -> None:
     """Timers set in any order fire by deadline, each after its time."""
-    # Ahead, so that no deadline is over before all are set, however busy the machine is.
-    begin = clock.now_ns() + 300_000_000
+    begin = clock.now_ns() + AHEAD_NS
     fired: list[tuple[int, int]] = []
     done = asyncio.Event()
     for delay_us in (3_000, 200, 900, 1_500):
@@ -49,7 +51,7 @@ async def test_a_cancelled_timer_does_not_fire(clock: LoopClock) -> None:
     """Neither a waiting one, nor one that is due and cancelled by another callback."""
     done = asyncio.Event()
     fired: list[str] = []
-    when_ns = clock.now_ns() + 500_000
+    when_ns = clock.now_ns() + AHEAD_NS
     clock.call_at(when_ns, lambda: second.cancel())
     second = clock.call_at(when_ns, lambda: fired.append("second"))
     clock.call_at(when_ns + 1, done.set)
@@ -62,7 +64,7 @@ async def test_an_exception_of_one_callback_stops_no_other(clock: LoopClock) -> 
     problems: list[object] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: problems.append(context))
     done = asyncio.Event()
-    when_ns = clock.now_ns() + 300_000
+    when_ns = clock.now_ns() + AHEAD_NS
     clock.call_at(when_ns, lambda: [][0])
     clock.call_at(when_ns, done.set)
     await done.wait()
