@@ -23,6 +23,12 @@ _GRACE_S = 5
 
 _PR_SET_PDEATHSIG = 1
 
+# Added to a worker's oom_score_adj: a model that takes all memory is killed before the server,
+# unless the server alone holds three quarters of it and no death of a worker would help.
+_OOM_SCORE = 500
+_OOM_SCORE_MAX = 1000
+_OOM_SCORE_FILE = "/proc/self/oom_score_adj"
+
 
 def _adopt_package() -> None:
     """Make `npuserve.backends.worker` importable, and nothing else from where it lies.
@@ -106,6 +112,7 @@ class ForkServer:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != self._pid:
             os._exit(1)
+        _offer_to_oom_killer()
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
@@ -144,6 +151,17 @@ class ForkServer:
                 self._reap()
         for pid in self._children:
             os.kill(pid, signal.SIGKILL)
+
+
+def _offer_to_oom_killer() -> None:
+    """Make this process a likelier victim than the server; raising one's score is free to all."""
+    try:
+        with open(_OOM_SCORE_FILE) as file:
+            score = int(file.read())
+        with open(_OOM_SCORE_FILE, "w") as file:
+            file.write(str(min(score + _OOM_SCORE, _OOM_SCORE_MAX)))
+    except OSError as error:  # a sandbox without /proc: the kernel chooses by size alone
+        sys.stderr.write(f"the out-of-memory score of a worker stays as it is: {error}\n")
 
 
 def _main() -> None:
