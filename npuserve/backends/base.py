@@ -42,6 +42,8 @@ class Placement:
         host_policy: name given in the group, else `gpu_<id>`, `cpu` or `model`.
         profile, passive, rate_limiter: taken from the group as they are.
         cpu_cores: cores the host policy leaves it; empty for all.
+        card_name: stable name of its card, as the metrics show it; empty if it is on none, or the
+            card does not tell.
     """
 
     name: str
@@ -54,6 +56,7 @@ class Placement:
     passive: bool = False
     rate_limiter: Any = None  # ModelRateLimiter message of the group, or None
     cpu_cores: frozenset[int] = frozenset()
+    card_name: str = ""
 
 
 class ServerServices(Protocol):

@@ -464,7 +464,7 @@ class EnsembleRun:
             error, reason = error_from_code(error.code, text), FailureReason.OTHER
         self._ready.clear()
         now = self._parts.now_ns()
-        self._parts.statistics.request_failure(reason, now - request.start_ns)
+        self._parts.statistics.own.request_failure(reason, now - request.start_ns)
         self._finish(InferenceResponse.from_error(error))
         self._cancel_calls()
 
@@ -479,9 +479,9 @@ class EnsembleRun:
             member.cancel()
 
     def _count_success(self) -> None:
-        statistics, request = self._parts.statistics, self._request
+        counters, request = self._parts.statistics.own, self._request
         compute_ns = request.compute_ns = self._compute_ns
         total_ns = self._parts.now_ns() - request.start_ns
         queue_ns = max(0, request.compute_start_ns - request.queue_ns)
-        statistics.execution(request.batch_size or 1, *compute_ns)
-        statistics.request_success(request.batch_size, total_ns, queue_ns, *compute_ns)
+        counters.execution(request.batch_size or 1, *compute_ns)
+        counters.request_success(request.batch_size, total_ns, queue_ns, *compute_ns)

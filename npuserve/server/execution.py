@@ -116,7 +116,7 @@ class Batch:
                 instance.pool.finish_outputs(response)
         if final and request.parent is not None:
             request.compute_ns = self._compute_ns(_now_ns())
-        if instance.decoupled or instance.statistics.detail is not None:
+        if instance.decoupled or instance.statistics.first_response is not None:
             self._deliver_and_count(request, response, final)
         else:
             request.deliver(response, final)
@@ -139,9 +139,9 @@ class Batch:
         request.deliver(response, final)
         if self.instance.decoupled and not request.filler:
             self._count_response(request, response, index, ready_ns)
-        detail = self.instance.statistics.detail
-        if index == 0 and response is not None and detail is not None:
-            detail.observe_first_response(ready_ns - request.start_ns)
+        histogram = self.instance.statistics.first_response
+        if index == 0 and response is not None and histogram is not None:
+            histogram.observe((ready_ns - request.start_ns) / 1_000_000)
 
     def done(self, error: NpuserveError | None = None) -> None:
         """See `ExecutionBatch.done`."""
@@ -152,7 +152,7 @@ class Batch:
             self._end_unanswered(error)
         self._times = self._compute_ns(now)
         self._is_done = True
-        self.instance.statistics.execution(self.batch_size, *self._times)
+        self.instance.counters.execution(self.batch_size, *self._times)
         for request in self.requests:
             if request.trace is not None:
                 input_ready = self._input_ready_ns or self.start_ns
@@ -225,14 +225,14 @@ class Batch:
 
     def _count(self, requests: Iterable[InferenceRequest]) -> None:
         """Count final requests; their execution is over."""
-        statistics, failed, now = self.instance.statistics, self._failed, _now_ns()
+        counters, failed, now = self.instance.counters, self._failed, _now_ns()
         count = elements = total_ns = queue_ns = 0
         for request in requests:
             if request.filler:
                 continue
             if failed is not None and id(request) in failed:
                 reason = FailureReason.CANCELED if request.cancelled else FailureReason.BACKEND
-                statistics.request_failure(reason, now - request.start_ns)
+                counters.request_failure(reason, now - request.start_ns)
                 continue
             request_ns = now - request.start_ns
             waited_ns = max(0, self.start_ns - request.queue_ns)
@@ -240,10 +240,10 @@ class Batch:
             elements += request.batch_size or 1
             total_ns += request_ns
             queue_ns += waited_ns
-            if statistics.detail is not None:
-                statistics.observe(request_ns, waited_ns, self._times)
+            if counters.summaries is not None:
+                counters.observe(request_ns, waited_ns, self._times)
         if count:
-            statistics.requests_succeeded(count, elements, total_ns, queue_ns, self._times)
+            counters.requests_succeeded(count, elements, total_ns, queue_ns, self._times)
 
 
 class ThreadBatch(Batch):
@@ -304,7 +304,7 @@ def reject(
         cancelled = isinstance(error, RequestCancelledError)
         reason = FailureReason.CANCELED if cancelled else FailureReason.REJECTED
     statistics.pending -= 1
-    statistics.request_failure(reason, _now_ns() - request.start_ns)
+    statistics.own.request_failure(reason, _now_ns() - request.start_ns)
     request.deliver(InferenceResponse.from_error(error), True)
 
 

@@ -38,6 +38,7 @@ class Instance:
     Attributes:
         name, index, placement: see `Placement`.
         card: number of the NPU card it runs on, -1 for none.
+        counters: where its executions are counted; `statistics` are of the whole model version.
         inflight: batches it holds now.
         thread_id: identity of its thread, 0 for a `LoopInstance`.
     """
@@ -58,6 +59,7 @@ class Instance:
         self.model_version = pool.model_version
         self.decoupled = pool.decoupled
         self.statistics = pool.statistics
+        self.counters = pool.statistics.device(placement.card_name)
         self.max_inflight = backend_instance.max_inflight
         self.inflight = 0
         self.ended_ns = 0  # when the last batch ended

@@ -104,12 +104,11 @@ class Histogram:
         self.counts[bisect.bisect_left(self.bounds, value)] += 1
 
 
-class LatencyDetail:
-    """The distributions of one model version.
+class LatencySummaries:
+    """A summary in microseconds of each duration of the requests executed on one device.
 
     Attributes:
-        summaries: microseconds, by the name of the duration; empty if they are off.
-        first_response: milliseconds until the first response, None if it is off.
+        by_name: by the name of the duration.
     """
 
     NAMES = (
@@ -117,20 +116,11 @@ class LatencyDetail:
         "cache_miss",
     )  # fmt: skip
 
-    def __init__(self, summaries: bool, first_response_bounds_ms: Sequence[float] | None) -> None:
-        self.summaries = {name: SlidingSummary() for name in self.NAMES} if summaries else {}
-        self.first_response = (
-            None if first_response_bounds_ms is None else Histogram(first_response_bounds_ms)
-        )
+    def __init__(self) -> None:
+        self.by_name = {name: SlidingSummary() for name in self.NAMES}
 
     def observe(self, **durations_ns: int) -> None:
         """Add durations by name."""
-        if self.summaries:
-            now_ns = _now_ns()
-            for name, duration_ns in durations_ns.items():
-                self.summaries[name].observe(duration_ns / 1_000, now_ns)
-
-    def observe_first_response(self, duration_ns: int) -> None:
-        """A request got its first response."""
-        if self.first_response is not None:
-            self.first_response.observe(duration_ns / 1_000_000)
+        now_ns = _now_ns()
+        for name, duration_ns in durations_ns.items():
+            self.by_name[name].observe(duration_ns / 1_000, now_ns)

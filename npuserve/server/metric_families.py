@@ -12,7 +12,7 @@ from npuserve.server.statistics import FailureReason
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from npuserve.server.statistics import ModelStatistics
+    from npuserve.server.statistics import DeviceStatistics
 
 
 class Counter(NamedTuple):
@@ -20,7 +20,7 @@ class Counter(NamedTuple):
 
     name: str
     help: str
-    read: Callable[[ModelStatistics], int]
+    read: Callable[[DeviceStatistics], int]
 
 
 SUCCESS = Counter(
@@ -114,12 +114,12 @@ CACHE_SUMMARIES = (
 )  # fmt: skip
 
 
-def failure_reader(reason: FailureReason) -> tuple[str, Callable[[ModelStatistics], int]]:
+def failure_reader(reason: FailureReason) -> tuple[str, Callable[[DeviceStatistics], int]]:
     """A name for the failures of this reason, and how to read them."""
     return f"failure {reason.value}", lambda statistics: statistics.failures[reason]
 
 
-def all_readers() -> Iterator[tuple[str, Callable[[ModelStatistics], int]]]:
+def all_readers() -> Iterator[tuple[str, Callable[[DeviceStatistics], int]]]:
     """Everything that must go on counting over a reload: name and how to read it."""
     for counter in (
         SUCCESS, *COUNTERS, *LATENCY_COUNTERS, *CACHE_COUNTERS, *CACHE_LATENCY_COUNTERS,

@@ -4,6 +4,9 @@ Nothing is counted here: model metrics are read from the same `ModelStatistics` 
 shows, when somebody scrapes. A series outlives a reload of its model, so its counters are the sums
 over the model objects it has had; it ends with an unload.
 
+What instances on a card count has the label `gpu_uuid` of that card, as in Triton; the series
+without the label has what no card executed. Together they are what `/stats` shows.
+
 `ServerMetrics.collect` yields prometheus_client's `Metric` objects, so an embedder can register
 it as a collector of his own registry.
 """
@@ -17,7 +20,7 @@ from typing import TYPE_CHECKING
 from prometheus_client import Metric
 
 from npuserve.server.custom_metrics import CustomMetrics, add_histogram
-from npuserve.server.latency import FIRST_RESPONSE_BUCKETS_MS, LatencyDetail
+from npuserve.server.latency import FIRST_RESPONSE_BUCKETS_MS, Histogram, LatencySummaries
 from npuserve.server.machine import Machine
 from npuserve.server.metric_families import (
     CACHE_COUNTERS,
@@ -33,7 +36,7 @@ from npuserve.server.metric_families import (
 )
 from npuserve.server.npu_metrics import NpuMetrics
 from npuserve.server.response_cache import LocalStore
-from npuserve.server.statistics import FailureReason
+from npuserve.server.statistics import FailureReason, ModelStatistics
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -41,7 +44,7 @@ if TYPE_CHECKING:
     from npuserve.model_config import ModelConfig
     from npuserve.server.core import InferenceServer
     from npuserve.server.model import Model
-    from npuserve.server.statistics import ModelStatistics
+    from npuserve.server.statistics import DeviceStatistics
 
 __all__ = ["CustomMetrics", "MetricsConfig", "ServerMetrics"]
 
@@ -89,11 +92,29 @@ class _Series:
     labels: dict[str, str]
     caching: bool
     models: list[Model] = field(default_factory=list)
-    gone: dict[str, int] = field(default_factory=dict)  # totals of model objects that are freed
+    # Totals of model objects that are freed, by card and counter.
+    gone: dict[str, dict[str, int]] = field(default_factory=dict)
 
-    def read(self, name: str, read: Callable[[ModelStatistics], int]) -> int:
+    def devices(self) -> Iterator[tuple[str, dict[str, str]]]:
+        """Each card that executed something, with its labels; first "", for none."""
+        cards = dict.fromkeys(self.gone)
+        for model in self.models:
+            cards.update(dict.fromkeys(model.statistics.devices))
+        for card in sorted(cards):
+            yield card, self.labels | {"gpu_uuid": card} if card else self.labels
+
+    def read(self, card: str, name: str, read: Callable[[DeviceStatistics], int]) -> int:
         """Total over all model objects the series has had."""
-        return self.gone.get(name, 0) + sum(read(model.statistics) for model in self.models)
+        now = (model.statistics.devices.get(card) for model in self.models)
+        gone = self.gone.get(card, {}).get(name, 0)
+        return gone + sum(read(statistics) for statistics in now if statistics is not None)
+
+    def add_gone(self, model: Model) -> None:
+        """Keep the totals of a model object that is freed."""
+        for card, statistics in model.statistics.devices.items():
+            totals = self.gone.setdefault(card, {})
+            for name, read in all_readers():
+                totals[name] = totals.get(name, 0) + read(statistics)
 
 
 class ServerMetrics:
@@ -131,8 +152,7 @@ class ServerMetrics:
             series = self._series[key] = _Series(self._labels(model), _caching(model))
         series.labels, series.caching = self._labels(model), _caching(model)
         series.models.append(model)
-        former = replaced.statistics.detail if replaced is not None else None
-        model.statistics.detail = former or self._detail(model.config)
+        self._add_distributions(model, replaced)
 
     def model_unloaded(self, model: Model) -> None:
         """Drop the series of a freed version, unless another object has taken it over."""
@@ -144,8 +164,7 @@ class ServerMetrics:
         if not series.models:
             del self._series[key]
             return
-        for name, read in all_readers():
-            series.gone[name] = series.gone.get(name, 0) + read(model.statistics)
+        series.add_gone(model)
 
     def _labels(self, model: Model) -> dict[str, str]:
         labels = {f"_{key}": value for key, value in model.config.metric_tags.items()}
@@ -153,12 +172,21 @@ class ServerMetrics:
             labels["namespace"] = model.namespace
         return {**labels, "model": model.name, "version": str(model.version)}
 
-    def _detail(self, config: ModelConfig) -> LatencyDetail | None:
-        wanted = self.config
-        if not (wanted.summary_latencies or wanted.histogram_latencies):
-            return None
-        bounds = _histogram_bounds(config) if wanted.histogram_latencies else None
-        return LatencyDetail(wanted.summary_latencies, bounds)
+    def _add_distributions(self, model: Model, replaced: Model | None) -> None:
+        """Give it the distributions that are wanted: those of the model it replaces, or new."""
+        statistics = model.statistics
+        former = replaced.statistics if replaced is not None else ModelStatistics()
+        if self.config.histogram_latencies:
+            bounds = _histogram_bounds(model.config)
+            statistics.first_response = former.first_response or Histogram(bounds)
+        if self.config.summary_latencies:
+            for card, device in statistics.devices.items():
+                old = former.devices.get(card)
+                device.summaries = (old and old.summaries) or LatencySummaries()
+
+    def card_name(self, card: int) -> str:
+        """The `gpu_uuid` of a card, "" without metrics of cards. May block, see `NpuMetrics`."""
+        return self._npus.name_of(card)
 
     # ---------------------------------------------------------------- what a scrape sees
 
@@ -194,24 +222,28 @@ class ServerMetrics:
             "counter",
         )
         for series in self._series.values():
-            for reason in FailureReason:
-                failure.add_sample(
-                    failure.name,
-                    series.labels | {"reason": reason.value},
-                    series.read(*failure_reader(reason)),
-                )
+            for card, labels in series.devices():
+                for reason in FailureReason:
+                    failure.add_sample(
+                        failure.name,
+                        labels | {"reason": reason.value},
+                        series.read(card, *failure_reader(reason)),
+                    )
         yield failure
 
     def _counter_family(self, counter: Counter, caching_only: bool = False) -> Metric:
         family = Metric(counter.name, counter.help, "counter")
         for series in self._series.values():
-            if series.caching or not caching_only:
-                family.add_sample(
-                    counter.name, series.labels, series.read(counter.name, counter.read)
-                )
+            if caching_only and not series.caching:
+                continue
+            for card, labels in series.devices():
+                value = series.read(card, counter.name, counter.read)
+                family.add_sample(counter.name, labels, value)
         return family
 
     def _model_gauges(self) -> Iterator[Metric]:
+        # Differs from Triton: these and the histogram have no series with `gpu_uuid`, whose value
+        # would always be 0.
         pending = Metric(
             "nv_inference_pending_request_count",
             "Instantaneous number of pending requests awaiting execution per-model.",
@@ -237,8 +269,7 @@ class ServerMetrics:
             _FIRST_RESPONSE, "Duration from request to first response in milliseconds", "histogram"
         )
         for series in self._series.values():
-            detail = series.models[-1].statistics.detail
-            histogram = detail.first_response if detail is not None else None
+            histogram = series.models[-1].statistics.first_response
             if histogram is not None:
                 add_histogram(
                     family, series.labels, histogram.bounds, histogram.counts, histogram.sum
@@ -261,15 +292,17 @@ class ServerMetrics:
         family = Metric(name, text, "summary")
         now_ns = self._server.clock.now_ns()
         for series in shown:
-            detail = series.models[-1].statistics.detail
-            if detail is None:
-                continue
-            summary = detail.summaries[duration]
-            family.add_sample(f"{name}_count", series.labels, summary.count)
-            family.add_sample(f"{name}_sum", series.labels, summary.sum)
-            values = summary.quantiles(self.config.quantiles, now_ns)
-            for quantile, value in zip(self.config.quantiles, values, strict=True):
-                family.add_sample(name, series.labels | {"quantile": f"{quantile:g}"}, value)
+            devices = series.models[-1].statistics.devices
+            for card, labels in series.devices():
+                device = devices.get(card)
+                if device is None or device.summaries is None:
+                    continue
+                summary = device.summaries.by_name[duration]
+                family.add_sample(f"{name}_count", labels, summary.count)
+                family.add_sample(f"{name}_sum", labels, summary.sum)
+                values = summary.quantiles(self.config.quantiles, now_ns)
+                for quantile, value in zip(self.config.quantiles, values, strict=True):
+                    family.add_sample(name, labels | {"quantile": f"{quantile:g}"}, value)
         return family
 
     def _memory_families(self) -> Iterator[Metric]:

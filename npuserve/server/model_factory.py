@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from npuserve import model_repository
-from npuserve.backends.base import Backend, BackendModelContext
+from npuserve.backends.base import Backend, BackendModelContext, Placement
 from npuserve.backends.registry import BackendRegistry
 from npuserve.model_config import ModelConfig
 from npuserve.server import instance_group
@@ -141,7 +141,11 @@ class ModelFactory:
             cards = visible_cards()
             instance_group.fill_instance_groups(config, cards)
             context.placements = [
-                replace(placement, cpu_cores=self._policy_cores(placement.host_policy))
+                replace(
+                    placement,
+                    cpu_cores=self._policy_cores(placement.host_policy),
+                    card_name=self._card_name(placement),
+                )
                 for placement in instance_group.placements(config)
             ]
         model_repository.validate_config(config, directory, completed=True)
@@ -150,6 +154,11 @@ class ModelFactory:
 
     def _policy_cores(self, policy: str) -> frozenset[int]:
         return policy_cores(policy, self._options.host_policy.get(policy, {}))
+
+    def _card_name(self, placement: Placement) -> str:
+        if placement.kind != "GPU":
+            return ""
+        return self._server.metrics.card_name(placement.device_id)
 
     def _configure_pool(self, pool: InstancePool, config: ModelConfig) -> None:
         if self._server.rate_limiter is not None:

@@ -158,6 +158,8 @@ class NpuMetrics:
         self._interval_s = interval_s
         self._read = read
         self._cards: list[CardMetrics] = []
+        self._names: list[str] = []  # kept while npu-smi does not answer
+        self._has_read = threading.Event()
         self._energy_joules: dict[str, float] = {}
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
@@ -176,11 +178,22 @@ class NpuMetrics:
         """The last states, [] before the first reading. Never blocks."""
         return self._cards
 
+    def name_of(self, card: int) -> str:
+        """The uuid of a card that this process sees, "" if it is not known. May block.
+
+        Waits for the first reading; without `start` there is none.
+        """
+        if self._thread is not None:
+            self._has_read.wait(_TIMEOUT_S)
+        return self._names[card] if card < len(self._names) else ""
+
     def refresh(self, elapsed_s: float = 0.0) -> None:
         """Read once; `elapsed_s` since the reading before, for the energy."""
         cards = self._read()
         positions = visible_positions(len(cards), os.environ.get(VISIBLE_DEVICES))
         self._cards = [cards[position] for position in positions]
+        if self._cards:
+            self._names = [card.uuid for card in self._cards]
         for card in self._cards:
             joules = self._energy_joules.get(card.uuid, 0.0)
             self._energy_joules[card.uuid] = joules + (card.power_watts or 0.0) * elapsed_s
@@ -194,6 +207,8 @@ class NpuMetrics:
             except (OSError, subprocess.SubprocessError) as error:
                 logger.warning("npu-smi does not answer, NPU metrics are off: %s", error)
                 self._cards = []
+            finally:
+                self._has_read.set()
             former = now
             self._stopping.wait(self._interval_s)
 

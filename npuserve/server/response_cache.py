@@ -326,7 +326,7 @@ class ModelCache:
         start = _now_ns()
         if response is not None and response.error is None:
             self._store.put(key, pack_response(response))
-        self._statistics.request_cache_miss(lookup_ns + _now_ns() - start)
+        self._statistics.own.request_cache_miss(lookup_ns + _now_ns() - start)
 
     @property
     def store(self) -> Store:

@@ -2,6 +2,9 @@
 
 `/stats`, gRPC ModelStatistics and `/metrics` are three views of these numbers. Names and
 counting rules are those of Triton's statistics extension.
+
+What an instance executes is counted in the `DeviceStatistics` of its card, and `ModelStatistics`
+sums over them when it is asked.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from npuserve.server.latency import LatencyDetail
+    from npuserve.server.latency import Histogram, LatencySummaries
 
 
 class FailureReason(StrEnum):
@@ -77,22 +80,22 @@ class MemoryUsage(NamedTuple):
     byte_size: int
 
 
-class ModelStatistics:
-    """All counters of one model version. Durations in ns, monotonic.
+class DeviceStatistics:
+    """What the instances of a model version on one card count. Durations in ns, monotonic.
 
     Attributes:
-        last_inference_ms: wall clock of the last execution, ms since the epoch; 0 before.
         inference_count: batch elements of successful requests, no cache hits.
-        batch: executions by batch size.
-        responses: of a decoupled model, by the index of the response in its request.
         failures: failed requests by reason.
-        memory_usage: as reported by the backend.
-        pending: requests accepted and not yet executing.
-        detail: distributions, None unless they are switched on.
+        summaries: distributions, None unless they are switched on.
     """
 
-    def __init__(self) -> None:
-        self.last_inference_ms = 0
+    __slots__ = (
+        "_model", "cache_hit", "cache_miss", "compute_infer", "compute_input", "compute_output",
+        "execution_count", "fail", "failures", "inference_count", "queue", "success", "summaries",
+    )  # fmt: skip
+
+    def __init__(self, model: ModelStatistics) -> None:
+        self._model = model
         self.inference_count = 0
         self.execution_count = 0
         self.success = Duration()
@@ -103,20 +106,17 @@ class ModelStatistics:
         self.compute_output = Duration()
         self.cache_hit = Duration()
         self.cache_miss = Duration()
-        self.batch: dict[int, BatchStatistics] = {}
-        self.responses: dict[int, ResponseStatistics] = {}
         self.failures: dict[str, int] = dict.fromkeys(FailureReason, 0)
-        self.memory_usage: list[MemoryUsage] = []
-        self.pending = 0
-        self.detail: LatencyDetail | None = None
+        self.summaries: LatencySummaries | None = None
 
     def execution(self, batch_size: int, input_ns: int, infer_ns: int, output_ns: int) -> None:
         """One batch was executed, well or badly."""
         self.execution_count += 1
-        self.last_inference_ms = time.time_ns() // 1_000_000
-        entry = self.batch.get(batch_size)
+        model = self._model
+        model.last_inference_ms = time.time_ns() // 1_000_000
+        entry = model.batch.get(batch_size)
         if entry is None:
-            entry = self.batch[batch_size] = BatchStatistics()
+            entry = model.batch[batch_size] = BatchStatistics()
         entry.compute_input.add(input_ns)
         entry.compute_infer.add(infer_ns)
         entry.compute_output.add(output_ns)
@@ -132,9 +132,9 @@ class ModelStatistics:
 
     def observe(self, total_ns: int, queue_ns: int, times: tuple[int, int, int]) -> None:
         """Add the durations of one successful request to the distributions, if they are on."""
-        if self.detail is not None:
+        if self.summaries is not None:
             input_ns, infer_ns, output_ns = times
-            self.detail.observe(
+            self.summaries.observe(
                 request=total_ns, queue=queue_ns, compute_input=input_ns,
                 compute_infer=infer_ns, compute_output=output_ns,
             )  # fmt: skip
@@ -164,24 +164,106 @@ class ModelStatistics:
 
     def request_cache_hit(self, total_ns: int, lookup_ns: int) -> None:
         """A request was answered from the cache: a success without inference or execution."""
-        self.pending -= 1
         self.success.add(total_ns)
         self.queue.add(0)
         self.cache_hit.add(lookup_ns)
-        if self.detail is not None:
-            self.detail.observe(request=total_ns, queue=0, cache_hit=lookup_ns)
-            self.detail.observe_first_response(total_ns)
+        if self.summaries is not None:
+            self.summaries.observe(request=total_ns, queue=0, cache_hit=lookup_ns)
 
     def request_cache_miss(self, lookup_and_insertion_ns: int) -> None:
         """A request that was not in the cache was executed."""
         self.cache_miss.add(lookup_and_insertion_ns)
-        if self.detail is not None:
-            self.detail.observe(cache_miss=lookup_and_insertion_ns)
+        if self.summaries is not None:
+            self.summaries.observe(cache_miss=lookup_and_insertion_ns)
 
     def request_failure(self, reason: FailureReason, total_ns: int) -> None:
         """A request ended with an error after it had been accepted."""
         self.fail.add(total_ns)
         self.failures[reason] += 1
+
+
+class _Count:
+    """Reads an integer of all devices together."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, statistics: ModelStatistics, owner: type) -> int:
+        return sum(getattr(device, self._name) for device in statistics.devices.values())
+
+
+class _Sum:
+    """Reads a `Duration` of all devices together."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, statistics: ModelStatistics, owner: type) -> Duration:
+        total = Duration()
+        for device in statistics.devices.values():
+            duration = getattr(device, self._name)
+            total.count += duration.count
+            total.ns += duration.ns
+        return total
+
+
+class ModelStatistics:
+    """All counters of one model version. Durations in ns, monotonic.
+
+    Attributes:
+        devices: by the stable name of the card; "" is `own`.
+        own: of instances that are on no card, and of requests that no instance executed: answered
+            from the cache, rejected, of an ensemble.
+        last_inference_ms: wall clock of the last execution, ms since the epoch; 0 before.
+        batch: executions by batch size.
+        responses: of a decoupled model, by the index of the response in its request.
+        memory_usage: as reported by the backend.
+        pending: requests accepted and not yet executing.
+        first_response: time until the first response in ms, None unless it is switched on.
+    """
+
+    inference_count = _Count()
+    execution_count = _Count()
+    success = _Sum()
+    fail = _Sum()
+    queue = _Sum()
+    compute_input = _Sum()
+    compute_infer = _Sum()
+    compute_output = _Sum()
+    cache_hit = _Sum()
+    cache_miss = _Sum()
+
+    def __init__(self) -> None:
+        self.own = DeviceStatistics(self)
+        self.devices: dict[str, DeviceStatistics] = {"": self.own}
+        self.last_inference_ms = 0
+        self.batch: dict[int, BatchStatistics] = {}
+        self.responses: dict[int, ResponseStatistics] = {}
+        self.memory_usage: list[MemoryUsage] = []
+        self.pending = 0
+        self.first_response: Histogram | None = None
+
+    @property
+    def failures(self) -> dict[str, int]:
+        """Failed requests by reason."""
+        devices = self.devices.values()
+        return {
+            reason: sum(device.failures[reason] for device in devices) for reason in FailureReason
+        }
+
+    def device(self, card: str) -> DeviceStatistics:
+        """Where instances on this card count; "" for no card, or one without a known name."""
+        found = self.devices.get(card)
+        if found is None:
+            found = self.devices[card] = DeviceStatistics(self)
+        return found
+
+    def request_cache_hit(self, total_ns: int, lookup_ns: int) -> None:
+        """See `DeviceStatistics.request_cache_hit`; the request waits no more."""
+        self.pending -= 1
+        self.own.request_cache_hit(total_ns, lookup_ns)
+        if self.first_response is not None:
+            self.first_response.observe(total_ns / 1_000_000)
 
     def response(self, index: int, infer_ns: int, output_ns: int, failed: bool) -> None:
         """A decoupled model sent the response number `index` (from 0) of a request."""

@@ -87,7 +87,7 @@ class FakeInstance:
     def _finish(self, execution: FakeExecution) -> None:
         duration_ns = self.pool.clock.now_ns() - execution.start_ns
         self.pool.busy_ns += duration_ns
-        self.pool.statistics.execution(execution.batch_size, 0, duration_ns, 0)
+        self.pool.statistics.own.execution(execution.batch_size, 0, duration_ns, 0)
         if self._waiting:
             self._start(self._waiting.popleft())
         for request in execution.requests:

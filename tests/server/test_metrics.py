@@ -12,6 +12,7 @@ from npuserve.server.core import InferenceServer
 from npuserve.server.machine import Machine
 from npuserve.server.metrics import MetricsConfig
 from npuserve.server.model import Model
+from npuserve.testing.simulator import simulate
 from tests.server.models import infer, serve, write_model
 
 
@@ -20,6 +21,21 @@ def samples(server: InferenceServer) -> dict[str, float]:
     lines = render(server).decode().splitlines()
     pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
     return {series: float(value) for series, value in pairs}
+
+
+async def unload(server: InferenceServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unload the model `m`; returns when it has been freed."""
+    last, freed = server.model("m"), asyncio.Event()
+    model_unloaded = server.metrics.model_unloaded
+
+    def note(model: Model) -> None:
+        model_unloaded(model)
+        if model is last:
+            freed.set()
+
+    monkeypatch.setattr(server.metrics, "model_unloaded", note)
+    await server.unload_model("m")
+    await freed.wait()
 
 
 async def test_counters_are_those_of_the_statistics(tmp_path: Path) -> None:
@@ -64,17 +80,7 @@ async def test_counters_survive_a_reload_and_vanish_with_an_unload(
         await infer(server, "m", rows=2)
         assert samples(server)[series] == 3
         assert server.model("m").statistics.inference_count == 2
-        last, freed = server.model("m"), asyncio.Event()
-        model_unloaded = server.metrics.model_unloaded
-
-        def note(model: Model) -> None:
-            model_unloaded(model)
-            if model is last:
-                freed.set()
-
-        monkeypatch.setattr(server.metrics, "model_unloaded", note)
-        await server.unload_model("m")
-        await freed.wait()
+        await unload(server, monkeypatch)
         assert series not in samples(server)
         await server.load_model("m")
         assert samples(server)[series] == 0
@@ -138,6 +144,73 @@ async def test_cache_families_belong_to_models_that_use_it(tmp_path: Path) -> No
     assert 'nv_cache_num_hits_per_model{model="plain",version="1"}' not in shown
     assert shown["nv_cache_num_entries"] == 1
     assert 0 < shown["nv_cache_util"] < 1
+
+
+CARDS = ("NPU-0000:C0:00.0", "NPU-0000:C1:00.0")
+
+
+def on_cards(directory: Path, groups: str) -> None:
+    """Give the model of `write_model` other instance groups."""
+    path = directory / "config.pbtxt"
+    group = next(line for line in path.read_text().splitlines() if "instance_group" in line)
+    path.write_text(path.read_text().replace(group, f"instance_group [ {groups} ]"))
+
+
+def by_card(shown: dict[str, float], family: str, more: str = "") -> list[float | None]:
+    """Values of the model `m`: on no card, then on each of the two."""
+    labels = f'model="m",{more}version="1"'
+    return [
+        shown.get(f"{family}{{{uuid}{labels}}}")
+        for uuid in ("", *(f'gpu_uuid="{card}",' for card in CARDS))
+    ]
+
+
+async def test_executions_are_shown_by_card(tmp_path: Path) -> None:
+    """Two cards and the CPU in turn: each shows its own, and all make what the statistics say."""
+    on_cards(write_model(tmp_path, "m"), "{ kind: KIND_NPU }, { kind: KIND_CPU }")
+    options = {"metrics_config": {"summary_latencies": "true", "histogram_latencies": "true"}}
+    with simulate(cards=2):
+        async with serve(tmp_path, **options) as server:
+            for rows in (1, 2, 3, 4):
+                await infer(server, "m", rows=rows)
+            shown = samples(server)
+            statistics = server.model("m").statistics
+    assert by_card(shown, "nv_inference_count") == [3, 1 + 4, 2]
+    assert by_card(shown, "nv_inference_exec_count") == [1, 2, 1]
+    assert by_card(shown, "nv_inference_request_success") == [1, 2, 1]
+    assert by_card(shown, "nv_inference_request_failure", 'reason="BACKEND",') == [0, 0, 0]
+    assert by_card(shown, "nv_inference_request_summary_us_count") == [1, 2, 1]
+    assert by_card(shown, "nv_inference_first_response_histogram_ms_count") == [4, None, None]
+    assert by_card(shown, "nv_inference_pending_request_count") == [0, None, None]
+    assert (statistics.inference_count, statistics.execution_count) == (10, 4)
+    assert statistics.success.count == 4
+
+
+async def test_a_card_goes_on_counting_over_reloads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one the model has left; with the model all its series end."""
+    directory = write_model(tmp_path, "m")
+    on_cards(directory, "{ kind: KIND_GPU }")
+    with simulate(cards=2):
+        async with serve(tmp_path) as server:
+            for _ in CARDS:
+                await infer(server, "m")
+            on_cards(directory, "{ kind: KIND_GPU gpus: 1 }")
+            await server.load_model("m")
+            await infer(server, "m", rows=5)
+            assert by_card(samples(server), "nv_inference_count") == [0, 1, 6]
+            await unload(server, monkeypatch)
+            assert by_card(samples(server), "nv_inference_count") == [None] * 3
+
+
+async def test_without_metrics_of_cards_executions_have_no_card(tmp_path: Path) -> None:
+    """allow_gpu_metrics=false: no `gpu_uuid` anywhere, as in Triton."""
+    on_cards(write_model(tmp_path, "m"), "{ kind: KIND_GPU }")
+    with simulate(cards=2):
+        async with serve(tmp_path, allow_gpu_metrics=False) as server:
+            await infer(server, "m")
+            assert by_card(samples(server), "nv_inference_count") == [1, None, None]
 
 
 async def test_machine_families_can_be_switched_off(tmp_path: Path) -> None:

@@ -118,6 +118,28 @@ def test_reading_happens_in_the_background() -> None:
     metrics.stop()
 
 
+def test_the_name_of_a_card_waits_for_the_first_reading() -> None:
+    """And outlives an npu-smi that does not answer any more; other cards have none."""
+    asked, silent = threading.Event(), threading.Event()
+    answers = [parse_npu_smi(DUAL_DIE)]
+
+    def read() -> list[CardMetrics]:
+        if not answers:
+            silent.set()
+            return []
+        assert asked.wait(5)
+        return answers.pop()
+
+    metrics = NpuMetrics(interval_s=0.001, read=read)
+    assert metrics.name_of(1) == ""  # not started
+    metrics.start()
+    threading.Timer(0, asked.set).start()
+    assert metrics.name_of(1) == "NPU-0000:9F:00.0"
+    assert silent.wait(5)
+    assert [metrics.name_of(card) for card in (0, 2)] == ["NPU-0000:9D:00.0", ""]
+    metrics.stop()
+
+
 def test_a_failing_npu_smi_is_survived() -> None:
     """Metrics go away and come back."""
     answers: list[Exception | list[CardMetrics]] = [

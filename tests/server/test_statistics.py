@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from npuserve.server.latency import Histogram, LatencyDetail, SlidingSummary
+from npuserve.server.latency import Histogram, LatencySummaries, SlidingSummary
 from npuserve.server.statistics import FailureReason, ModelStatistics
 
 SECOND = 1_000_000_000
@@ -16,9 +16,9 @@ SECOND = 1_000_000_000
 def test_a_batch_counts_in_full_for_each_of_its_requests() -> None:
     """Two requests of 3 and 1 elements in one execution of 4."""
     statistics = ModelStatistics()
-    statistics.execution(4, 1, 10, 2)
-    statistics.request_success(3, 20, 5, 1, 10, 2)
-    statistics.request_success(1, 21, 6, 1, 10, 2)
+    statistics.own.execution(4, 1, 10, 2)
+    statistics.own.request_success(3, 20, 5, 1, 10, 2)
+    statistics.own.request_success(1, 21, 6, 1, 10, 2)
     assert (statistics.inference_count, statistics.execution_count) == (4, 1)
     assert (statistics.success.count, statistics.success.ns) == (2, 41)
     assert (statistics.compute_infer.count, statistics.compute_infer.ns) == (2, 20)
@@ -29,7 +29,7 @@ def test_a_batch_counts_in_full_for_each_of_its_requests() -> None:
 def test_a_request_without_batch_dimension_is_one_inference() -> None:
     """Batch size 0 counts as 1."""
     statistics = ModelStatistics()
-    statistics.request_success(0, 1, 1, 1, 1, 1)
+    statistics.own.request_success(0, 1, 1, 1, 1, 1)
     assert statistics.inference_count == 1
 
 
@@ -37,7 +37,7 @@ def test_failures_are_counted_by_reason() -> None:
     """All four reasons exist from the start; an error is no inference."""
     statistics = ModelStatistics()
     assert set(statistics.failures) == {"REJECTED", "CANCELED", "BACKEND", "OTHER"}
-    statistics.request_failure(FailureReason.REJECTED, 7)
+    statistics.own.request_failure(FailureReason.REJECTED, 7)
     assert statistics.failures["REJECTED"] == 1
     assert (statistics.fail.count, statistics.fail.ns) == (1, 7)
     assert statistics.inference_count == 0
@@ -96,11 +96,30 @@ def test_a_bound_includes_its_own_value() -> None:
 
 
 def test_statistics_feed_the_distributions_if_there_are_any() -> None:
-    """Summaries are in microseconds, the first response in milliseconds."""
+    """Summaries are in microseconds, the first response of a cache hit in milliseconds."""
     statistics = ModelStatistics()
-    statistics.detail = LatencyDetail(summaries=True, first_response_bounds_ms=(1.0,))
-    statistics.request_success(1, 5_000, 1_000, 1, 1, 1)
-    statistics.detail.observe_first_response(2_000_000)
-    assert statistics.detail.summaries["request"].sum == 5
-    assert statistics.detail.first_response is not None
-    assert statistics.detail.first_response.counts == [0, 1]
+    summaries = statistics.own.summaries = LatencySummaries()
+    histogram = statistics.first_response = Histogram((1.0,))
+    statistics.own.request_success(1, 5_000, 1_000, 1, 1, 1)
+    statistics.request_cache_hit(2_000_000, 1_000)
+    assert summaries.by_name["request"].sum == 2_005
+    assert summaries.by_name["cache_hit"].count == 1
+    assert histogram.counts == [0, 1]
+
+
+def test_totals_are_those_of_all_cards() -> None:
+    """Two cards and a rejected request: each counted where it belongs, all seen together."""
+    statistics = ModelStatistics()
+    for card, batch_size in (("a", 3), ("b", 1), ("b", 2)):
+        counters = statistics.device(card)
+        counters.execution(batch_size, 1, 10, 2)
+        counters.request_success(batch_size, 20, 5, 1, 10, 2)
+    statistics.device("b").request_failure(FailureReason.BACKEND, 7)
+    statistics.own.request_failure(FailureReason.REJECTED, 1)
+    by_card = {card: device.inference_count for card, device in statistics.devices.items()}
+    assert by_card == {"": 0, "a": 3, "b": 3}
+    assert (statistics.inference_count, statistics.execution_count) == (6, 3)
+    assert (statistics.success.count, statistics.success.ns) == (3, 60)
+    assert (statistics.fail.count, statistics.fail.ns) == (2, 8)
+    assert (statistics.failures["BACKEND"], statistics.failures["REJECTED"]) == (1, 1)
+    assert statistics.batch[2].compute_infer.count == 1

@@ -71,7 +71,7 @@ class DynamicBatcher(QueuedScheduler):
         except UnavailableError:
             # Differs from Triton: a request refused by a full queue is counted as a failure, so
             # that an overloaded model is seen in the metrics.
-            self._statistics.request_failure(
+            self._statistics.own.request_failure(
                 FailureReason.REJECTED, self._clock.now_ns() - request.start_ns
             )
             raise

@@ -71,8 +71,8 @@ async def test_metadata_and_config(rig: Rig) -> None:
 async def test_statistics(rig: Rig) -> None:
     """Every counter of a model version is told; an empty name asks for all."""
     statistics = rig.core.table["echo"].statistics
-    statistics.execution(4, 1, 2, 3)
-    statistics.success.add(7)
+    statistics.own.execution(4, 1, 2, 3)
+    statistics.own.success.add(7)
     (stats,) = (await call(rig, "ModelStatistics", name="echo")).model_stats
     assert (stats.name, stats.version, stats.execution_count) == ("echo", "1", 1)
     assert (stats.inference_stats.success.count, stats.inference_stats.success.ns) == (1, 7)

@@ -57,8 +57,8 @@ async def test_config_and_statistics(start: Start) -> None:
     client = await running.connect()
     assert (await client.ask(get("/v2/models/echo/config"))).json()["name"] == "echo"
     model = running.server.model("echo")
-    model.statistics.execution(2, 1, 2, 3)
-    model.statistics.request_success(2, 10, 4, 1, 2, 3)
+    model.statistics.own.execution(2, 1, 2, 3)
+    model.statistics.own.request_success(2, 10, 4, 1, 2, 3)
     (entry,) = (await client.ask(get("/v2/models/echo/stats"))).json()["model_stats"]
     assert entry["inference_count"] == 2
     assert entry["inference_stats"]["queue"] == {"count": 1, "ns": 4}
