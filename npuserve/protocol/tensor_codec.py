@@ -20,6 +20,10 @@ from npuserve.tensor import NUMPY_DTYPE, Tensor, deserialize_bytes, element_coun
 _INTEGERS = frozenset(
     {"INT8", "INT16", "INT32", "INT64", "UINT8", "UINT16", "UINT32", "UINT64"}
 )  # fmt: skip
+_LIMITS = {datatype: np.iinfo(NUMPY_DTYPE[datatype]) for datatype in _INTEGERS}
+# Clients send 32-bit hashes and ids in the other signedness: as with Triton, any number of 64 bits
+# is taken and its low half counts. So 4294967295 is -1 as INT32; -1 as UINT32 is refused.
+_CUT_TO_32_BITS = {"INT32": "INT64", "UINT32": "UINT64"}
 _FLOATS = frozenset({"FP32", "FP64"})
 # JSON has no number of 16 bits: these travel in binary form only, as with Triton.
 _BINARY_ONLY = frozenset({"FP16", "BF16"})
@@ -98,12 +102,15 @@ def numbers_to_bytes(name: str, datatype: str, values: Values) -> memoryview | b
         array = _checked_array(name, datatype, values)
     else:
         _check_kinds(name, datatype, set(map(type, values)))
+        holder = datatype
         if datatype in _INTEGERS:
-            _check_range(name, datatype, min(values), max(values))
+            holder = _check_range(name, datatype, min(values), max(values))
         try:
             # A finite double beyond FP32 becomes infinity, as everywhere in IEEE arithmetic.
             with np.errstate(over="ignore"):
-                array = np.array(values, NUMPY_DTYPE[datatype])
+                array = np.array(values, NUMPY_DTYPE[holder])
+            if holder is not datatype:
+                array = array.astype(NUMPY_DTYPE[datatype])
         except OverflowError as error:
             raise InvalidArgumentError(
                 f"Unable to parse 'data': a value of '{name}' is out of range for {datatype}"
@@ -127,15 +134,21 @@ def _check_kinds(name: str, datatype: str, kinds: set[type]) -> None:
         )
 
 
-def _check_range(name: str, datatype: str, lowest: int, highest: int) -> None:
-    limits = np.iinfo(NUMPY_DTYPE[datatype])
-    if lowest < limits.min or highest > limits.max:
-        # Differs from Triton: it wraps small integers silently; a wrong number is refused here.
-        wrong = lowest if lowest < limits.min else highest
-        raise InvalidArgumentError(
-            f"Unable to parse 'data': value {wrong} of '{name}' is out of range for {datatype} "
-            f"[{limits.min}, {limits.max}]"
-        )
+def _check_range(name: str, datatype: str, lowest: int, highest: int) -> str:
+    """The datatype that holds the values: the tensor's own, or one to be cut to 32 bits."""
+    limits = _LIMITS[datatype]
+    if limits.min <= lowest and highest <= limits.max:
+        return datatype
+    holder = _CUT_TO_32_BITS.get(datatype, datatype)
+    limits = _LIMITS[holder]
+    if limits.min <= lowest and highest <= limits.max:
+        return holder
+    # Differs from Triton: it wraps integers of 8 and 16 bits, too; a wrong number is refused here.
+    wrong = lowest if lowest < limits.min else highest
+    raise InvalidArgumentError(
+        f"Unable to parse 'data': value {wrong} of '{name}' is out of range for {datatype} "
+        f"[{limits.min}, {limits.max}]"
+    )
 
 
 def _checked_array(name: str, datatype: str, values: NDArray[Any]) -> NDArray[Any]:

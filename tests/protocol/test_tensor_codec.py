@@ -32,11 +32,30 @@ def test_integers_come_back(datatype: str, data: st.DataObject) -> None:
 
 @given(st.sampled_from(INTEGERS), st.booleans())
 def test_an_integer_out_of_range_is_refused(datatype: str, above: bool) -> None:
-    """One beyond either end names the tensor and the datatype."""
-    limits = np.iinfo(NUMPY_DTYPE[datatype])
+    """One beyond either end names the tensor and the datatype; 32 bits may come as 64."""
+    limits = np.iinfo(NUMPY_DTYPE[datatype.replace("32", "64")])
     value = int(limits.max) + 1 if above else int(limits.min) - 1
-    with pytest.raises(InvalidArgumentError, match=f"'x' is out of range for {datatype}"):
+    with pytest.raises(InvalidArgumentError, match=f"{value} .* out of range for {datatype}"):
         tensor_from_json("x", datatype, [1], [value])
+
+
+@pytest.mark.parametrize("as_array", [False, True])
+@pytest.mark.parametrize(
+    ("datatype", "value", "wrapped"),
+    [
+        ("INT32", 2**31, -(2**31)), ("INT32", -(2**31) - 1, 2**31 - 1), ("INT32", 2**32 - 1, -1),
+        ("INT32", 2**40 + 5, 5), ("INT32", 2**63 - 1, -1), ("INT32", -(2**63), 0),
+        ("UINT32", 2**32, 0), ("UINT32", 2**40 + 5, 5), ("UINT32", 2**64 - 1, 2**32 - 1),
+    ],
+)  # fmt: skip
+def test_the_low_half_of_64_bits_counts(
+    datatype: str, value: int, wrapped: int, as_array: bool
+) -> None:
+    """What Triton 2.51 answers to these numbers, whether they are in a list or an array."""
+    values: Any = [1, value]
+    if as_array:
+        values = np.array(values, np.int64 if value < 2**63 else np.uint64)
+    assert list(json_values(tensor_from_json("x", datatype, [2], values))) == [1, wrapped]
 
 
 @given(st.lists(st.floats(width=32)))
