@@ -41,31 +41,41 @@ class SharedArray(np.ndarray[Any, np.dtype[np.uint8]]):
 
 
 class SharedBlock:
-    """One memfd-backed mapping. `id` is unique in this process, `fd` can be sent to a worker.
+    """Memory behind a memfd. `id` is unique in this process, `fd` can be sent to a worker.
+
+    The descriptor is closed with the block; the mapping ends with its last view.
 
     Args:
-        fd: memory of another process to map instead of making new one; closed with the block.
+        fd: memory of another process, instead of new one.
+
+    Raises:
+        OSError: no descriptor or no memory can be had.
     """
 
-    __slots__ = ("__weakref__", "fd", "id", "map", "size")
+    __slots__ = ("__weakref__", "_map", "fd", "id", "size")
 
     _ids = itertools.count(1)
 
     def __init__(self, size: int, fd: int | None = None) -> None:
         self.id = next(self._ids)
         self.size = size
+        self._map: mmap.mmap | None = None
+        self.fd = os.memfd_create("npuserve", os.MFD_CLOEXEC) if fd is None else fd
+        finalizer = weakref.finalize(self, os.close, self.fd)
+        finalizer.atexit = False
         if fd is None:
-            self.fd = os.memfd_create("npuserve", os.MFD_CLOEXEC)
             os.ftruncate(self.fd, size)
-        else:
-            self.fd = fd
-            finalizer = weakref.finalize(self, os.close, fd)
-            finalizer.atexit = False
-        self.map = mmap.mmap(self.fd, size)
 
-    def close(self) -> None:
-        """Let go of the memory; the mapping itself ends with its last view."""
-        os.close(self.fd)
+    @property
+    def map(self) -> mmap.mmap:
+        """The memory, mapped when it is first used.
+
+        Raises:
+            OSError: the process has no room for it.
+        """
+        if self._map is None:
+            self._map = mmap.mmap(self.fd, self.size)
+        return self._map
 
 
 class BufferPool:
@@ -100,6 +110,9 @@ class BufferPool:
         """A writable view of `size` bytes, 64-byte aligned; content undefined.
 
         The block returns to the pool when this view and all its slices are gone.
+
+        Raises:
+            OSError: no memory can be had.
         """
         block_size = max(_MIN_BLOCK_BYTES, 1 << (size - 1).bit_length())
         with self._lock:
@@ -110,8 +123,8 @@ class BufferPool:
                 self._unused[block_size] = min(self._unused.get(block_size, 0), len(idle))
             else:
                 block = SharedBlock(block_size)
+            array = np.frombuffer(block.map, np.uint8).view(SharedArray)
             self._leased_bytes += block_size
-        array = np.frombuffer(block.map, np.uint8).view(SharedArray)
         array.block = block
         finalizer = weakref.finalize(array, self._give_back, block)
         finalizer.atexit = False
@@ -121,7 +134,6 @@ class BufferPool:
         with self._lock:
             self._leased_bytes -= block.size
             if self._closed or self._idle_bytes + block.size > self._max_idle_bytes:
-                block.close()
                 return
             self._idle.setdefault(block.size, []).append(block)
             self._idle_bytes += block.size
@@ -130,19 +142,15 @@ class BufferPool:
         """Free the blocks that nobody needed since the last call; to be called now and then."""
         with self._lock:
             for size, blocks in self._idle.items():
-                for block in blocks[: self._unused.get(size, 0)]:
-                    block.close()
-                    self._idle_bytes -= size
-                del blocks[: self._unused.get(size, 0)]
+                unused = self._unused.get(size, 0)
+                self._idle_bytes -= size * len(blocks[:unused])
+                del blocks[:unused]
                 self._unused[size] = len(blocks)
 
     def close(self) -> None:
         """Free idle blocks now and leased ones when they come back."""
         with self._lock:
             self._closed = True
-            for blocks in self._idle.values():
-                for block in blocks:
-                    block.close()
             self._idle.clear()
             self._idle_bytes = 0
 

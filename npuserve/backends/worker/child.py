@@ -170,11 +170,13 @@ class Worker:
 
     def _run(self, host: ModelHost, payload: Any) -> None:
         batch_id = payload[0]
-        requests = self._requests(host, payload)
-        input_ready = _now_ns()
+        requests: list[InferenceRequest] = []
+        input_ready = 0
         error = None
         outcomes: Any = ()
         try:
+            requests = self._requests(host, payload)
+            input_ready = _now_ns()
             outcomes = host.execute(requests)
         except ModelFailedError as failure:
             error = (_INTERNAL, str(failure))
@@ -225,11 +227,13 @@ class Worker:
 
     async def _run_async(self, host: ModelHost, payload: Any) -> None:
         batch_id = payload[0]
-        requests = self._requests(host, payload)
-        input_ready = _now_ns()
+        requests: list[InferenceRequest] = []
+        input_ready = 0
         error = None
         outcomes: Any = ()
         try:
+            requests = self._requests(host, payload)
+            input_ready = _now_ns()
             outcomes = await host.execute_async(requests)
         except ModelFailedError as failure:
             error = (_INTERNAL, str(failure))
@@ -239,10 +243,16 @@ class Worker:
 
     def _requests(self, host: ModelHost, payload: Any) -> list[InferenceRequest]:
         batch_id, items = payload
+        try:
+            inputs = [self._tensors(tensors) for tensors, _ in items]
+        except OSError as error:  # before there is any request that wants an answer
+            for tensors, _ in items:
+                self._channel.link.decline(tensors)
+            raise ModelFailedError(f"input of the request cannot be read: {error}") from None
         make = host.request
         return [
-            make((batch_id, index), self._tensors(tensors), fields)
-            for index, (tensors, fields) in enumerate(items)
+            make((batch_id, index), tensors, fields)
+            for index, (tensors, (_, fields)) in enumerate(zip(inputs, items))  # noqa: B905
         ]
 
     def _tensors(self, tensors: Any) -> list[Tensor]:
@@ -285,11 +295,13 @@ class Worker:
         error = response._error
         if error is not None:
             return (), response._parameters, error._to_wire()
+        first_token = self._channel.link.next_token
         try:
             tensors = [
                 self._tensor(tensor, copy) for tensor in response._outputs if tensor._name in names
             ]
         except Exception as failure:  # text that cannot be encoded, memory that cannot be had
+            self._channel.link.take_back(first_token)
             return (), None, (_INTERNAL, f"output of the model cannot be sent: {failure}")
         return tensors, response._parameters, None
 
@@ -385,7 +397,12 @@ class Worker:
             return
         if response is not None:
             tensors, parameters, error = response
-            response = InferenceResponse._from_wire(self._tensors(tensors), parameters, error)
+            try:
+                outputs = self._tensors(tensors)
+            except OSError as failure:
+                self._channel.link.decline(tensors)
+                outputs, error = [], (_INTERNAL, f"response cannot be read: {failure}")
+            response = InferenceResponse._from_wire(outputs, parameters, error)
         mailbox.put((response, final))
 
     # -- Port ---------------------------------------------------------------------------------

@@ -26,7 +26,10 @@ class Connection:
 
     Args:
         on_message: gets (kind, payload).
-        on_lost: called once when the worker closed its end.
+        on_lost: called once when the worker closed its end, or nothing it sends can be read.
+
+    Attributes:
+        failure: why nothing can be read; "" when the worker closed its end.
     """
 
     def __init__(
@@ -47,6 +50,7 @@ class Connection:
         self._backlog: deque[tuple[bytes, list[int]]] = deque()
         self._return_announced = False
         self.closed = False
+        self.failure = ""
         self._paused = False
         loop.add_reader(self._socket, self._on_readable)
 
@@ -177,7 +181,8 @@ class Connection:
                 self.link.accept_memory(message[1], fds_of(ancillary))
             if message[0] == wire.SPILLED:
                 message = wire.unpack(self.link.borrow(message[2]))
-        except wire.WireError:
+        except (wire.WireError, OSError) as error:  # no room for memory, no descriptors left
+            self.failure = str(error)
             self._lost()
             return True
         self._on_message(message[0], message[2])

@@ -88,7 +88,10 @@ class ForkServer:
         from npuserve.backends.worker import wire
         from npuserve.backends.worker.channel import fds_of
 
-        data, ancillary, _, _ = self._control.recvmsg(4096, socket.CMSG_SPACE(64))
+        try:
+            data, ancillary, _, _ = self._control.recvmsg(4096, socket.CMSG_SPACE(64))
+        except ConnectionResetError:  # the server went without reading what was sent to it
+            return False
         if not data:
             return False
         kind, _, payload = wire.unpack(data)

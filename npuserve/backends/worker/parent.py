@@ -175,10 +175,25 @@ class WorkerInstance(LoopInstance):
             raise WorkerDiedError(f"Stub process '{self.name}' is not healthy.")
         batch_id = self._next_batch
         self._next_batch = batch_id + 1
-        link = connection.link
+        first_token = connection.link.next_token
+        try:
+            items = self._pack(batch.requests, connection.link)
+            connection.send(wire.EXECUTE, (batch_id, items))
+        except BaseException:  # no shared memory can be had
+            connection.link.take_back(first_token)
+            raise
+        if self._batches:
+            self._polling.answered()  # no longer the only one
+        elif len(items) == 1:
+            self._polling.sent()
+        self._batches[batch_id] = batch
+        if self._settings.execute_timeout_s:
+            self._set_deadlines()
+
+    def _pack(self, requests: Sequence[InferenceRequest], link: SharedMemoryLink) -> list[Any]:
         cancel = self._cancel
         items = []
-        for request in batch.requests:
+        for request in requests:
             tensors = []
             copy = request.inputs_shared
             for tensor in request.inputs.values():
@@ -188,14 +203,7 @@ class WorkerInstance(LoopInstance):
                 tensors.append((tensor.name, wire.CODE_OF[tensor.datatype], tensor.shape, data))
             items.append((tensors, request_fields(request)))
             request.on_cancel = cancel
-        if self._batches:
-            self._polling.answered()  # no longer the only one
-        elif len(items) == 1:
-            self._polling.sent()
-        self._batches[batch_id] = batch
-        connection.send(wire.EXECUTE, (batch_id, items))
-        if self._settings.execute_timeout_s:
-            self._set_deadlines()
+        return items
 
     def hold(self, held: bool) -> None:
         """See `LoopInstance.hold`."""
@@ -313,10 +321,18 @@ class WorkerInstance(LoopInstance):
         if error is not None:
             response = InferenceResponse.from_error(error_of(error))
         else:
-            response = InferenceResponse(self._tensors(tensors))
+            try:
+                response = InferenceResponse(self._tensors(tensors))
+            except OSError as failure:
+                self._decline(tensors)
+                response = _unreadable("output of the model", failure)
         if parameters is not None:
             response.parameters = json.loads(parameters)
         return response
+
+    def _decline(self, tensors: Any) -> None:
+        assert self._connection is not None
+        self._connection.link.decline(tensors)
 
     def _tensors(self, tensors: Any) -> list[Tensor]:
         assert self._connection is not None
@@ -369,9 +385,14 @@ class WorkerInstance(LoopInstance):
 
     def _on_infer(self, payload: Any) -> None:
         call_id, name, version, (tensors, fields), decoupled = payload
-        inputs = {tensor.name: tensor for tensor in self._tensors(tensors)}
         assert self._connection is not None
         reply: Reply = partial(self._infer_answered, self._connection, call_id)
+        try:
+            inputs = {tensor.name: tensor for tensor in self._tensors(tensors)}
+        except OSError as failure:
+            self._decline(tensors)
+            reply(_unreadable("input of the request", failure), True)
+            return
         fields = (*fields[:-1], self._request_of(fields[-1]))
         self._services.infer(call_id, (name, version), inputs, fields, decoupled, reply)
 
@@ -390,7 +411,12 @@ class WorkerInstance(LoopInstance):
     def _infer_answered(
         connection: Connection, call_id: int, response: InferenceResponse | None, final: bool
     ) -> None:
-        item = None if response is None else _to_wire(response, connection.link)
+        first_token = connection.link.next_token
+        try:
+            item = None if response is None else _to_wire(response, connection.link)
+        except OSError as failure:
+            connection.link.take_back(first_token)
+            item = _to_wire(_unreadable("response of the model", failure), connection.link)
         connection.send(wire.INFER_RESPONSE, (call_id, item, final))
 
     def _on_infer_cancel(self, call_id: int) -> None:
@@ -426,6 +452,8 @@ class WorkerInstance(LoopInstance):
         if not status:  # it closed its channel and lives: of no use any more
             self._process.kill()
         how = describe_exit(self._process.exited.result()) if status else "it closed its channel"
+        if self._connection is not None and self._connection.failure:
+            how = f"its channel failed: {self._connection.failure}"
         if self._timed_out:
             how = (
                 f"execute took more than {self._settings.execute_timeout_s:g} seconds "
@@ -500,6 +528,11 @@ def request_fields(request: InferenceRequest) -> Any:
         json.dumps(parameters) if parameters else None, request.requested_outputs,
         None if trace is None else getattr(trace, "context", None),
     )  # fmt: skip
+
+
+def _unreadable(what: str, failure: OSError) -> InferenceResponse:
+    """For those whose tensors cannot be mapped: no room, or no descriptor, is left."""
+    return InferenceResponse.from_error(InternalError(f"{what} cannot be read: {failure}"))
 
 
 def _to_wire(response: InferenceResponse, link: SharedMemoryLink) -> Any:

@@ -17,12 +17,12 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 
-from npuserve.backends.worker.wire import MAX_FDS
+from npuserve.backends.worker.wire import MAX_FDS, WireError
 from npuserve.buffer_pool import BufferPool, SharedArray, SharedBlock, locate
 
 Reference = tuple[int, int, int, int]
@@ -41,6 +41,9 @@ class SharedMemoryLink:
     """The shared memory of one channel, as one of its two ends sees it.
 
     Not thread-safe, except for views that die in other threads: the caller holds a lock.
+
+    Attributes:
+        next_token: what the next `lend` gives.
 
     Args:
         pool: where this end leases the blocks it lends.
@@ -61,7 +64,7 @@ class SharedMemoryLink:
         self._on_return = on_return
         self._relays = relays
         self._lent: dict[int, memoryview] = {}
-        self._next_token = 1
+        self.next_token = 1
         self._shown: dict[int, weakref.finalize[Any, Any]] = {}
         self._to_announce: list[SharedBlock] = []
         self._to_forget: deque[int] = deque()
@@ -94,10 +97,15 @@ class SharedMemoryLink:
         block, offset = place
         if block.id not in self._shown:
             self._announce(block)
-        token = self._next_token
-        self._next_token = token + 1
+        token = self.next_token
+        self.next_token = token + 1
         self._lent[token] = view
         return token, block.id, offset, view.nbytes
+
+    def take_back(self, first_token: int) -> None:
+        """End the leases from this token on: the message that was to name them is not sent."""
+        for token in range(first_token, self.next_token):
+            self._lent.pop(token, None)
 
     def _announce(self, block: SharedBlock) -> None:
         finalizer = weakref.finalize(block, self._block_died, block.id)
@@ -110,7 +118,11 @@ class SharedMemoryLink:
         self._to_forget.append(block_id)
 
     def borrow(self, reference: Reference) -> memoryview:
-        """A writable view of the peer's memory; its end is reported to the peer by itself."""
+        """A writable view of the peer's memory; its end is reported to the peer by itself.
+
+        Raises:
+            OSError: it cannot be mapped; `decline` is due.
+        """
         token, block_id, offset, length = reference
         block = self._maps[block_id]
         array = np.frombuffer(block.map, np.uint8, length, offset).view(BorrowedArray)
@@ -119,6 +131,13 @@ class SharedMemoryLink:
         finalizer = weakref.finalize(array, self._returned, token, length)
         finalizer.atexit = False
         return memoryview(array)  # type: ignore[arg-type]  # NumPy's stub lacks the protocol
+
+    def decline(self, tensors: Iterable[Any]) -> None:
+        """Give the memory of tensors, as `wire` has them, back unread; borrowed or not."""
+        for *_, data in tensors:
+            if type(data) is not bytes:
+                token, _, _, length = data
+                self._returned(token, length)
 
     def _returned(self, token: int, length: int) -> None:
         if self._closed:
@@ -152,12 +171,18 @@ class SharedMemoryLink:
         return (returned, blocks, _drain(self._to_forget)), [block.fd for block in announced]
 
     def accept_memory(self, memory: Memory, fds: list[int]) -> None:
-        """Act on the `memory` field of a message from the peer. Takes over the descriptors."""
+        """Act on the `memory` field of a message from the peer. Takes over the descriptors.
+
+        Raises:
+            WireError: some did not arrive; all that lies in those blocks would be lost.
+        """
         returned, blocks, forgotten = memory
         for token in returned:
             self._lent.pop(token, None)
         for (block_id, size), fd in zip(blocks, fds):  # noqa: B905 - workers may run Python 3.9
             self._maps[block_id] = SharedBlock(size, fd)
+        if len(fds) < len(blocks):
+            raise WireError("descriptors of shared memory were lost: too many open files")
         for block_id in forgotten:
             self._maps.pop(block_id, None)
 

@@ -6,7 +6,10 @@ import asyncio
 import gc
 import logging
 import os
+import select
 import signal
+import socket
+import subprocess
 import sys
 import tarfile
 import venv
@@ -15,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from npuserve.backends.worker import fork_server
 from tests.backends.worker.models import CONFIG, parameter, served, served_model, write_model
 
 DOUBLE = """
@@ -268,8 +272,7 @@ async def test_worker_comes_back_when_its_fork_server_is_killed(tmp_path: Path) 
     """A killed fork server takes its workers along; both are started again."""
     async with served_model(tmp_path, DEADLY) as models:
         await models.infer()
-        fork_server = models.instance()._launcher.fork_server
-        os.kill(fork_server._process.pid, signal.SIGKILL)
+        os.kill(models.instance()._launcher.fork_server._process.pid, signal.SIGKILL)
         await models.infer()  # meets the dying worker, perhaps, but does not hang
         answers = [await models.infer() for _ in range(3)]
         assert answers[-1].value[0] >= 1.0
@@ -356,3 +359,18 @@ def _resources() -> tuple[int, int, int]:
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     maps = Path("/proc/self/maps").read_text().count("memfd:npuserve")
     return len(os.listdir("/proc/self/fd")), len(children), maps
+
+
+def test_fork_server_ends_in_order_when_its_news_were_not_read() -> None:
+    """The server may be killed while a message to it is under way; workers still finalise."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, fork_server.__file__, str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            stderr=subprocess.PIPE,
+        )
+    select.select([ours], [], [])  # it is up and says so, to nobody
+    ours.close()
+    _, messages = process.communicate()
+    assert (process.returncode, messages) == (0, b"")

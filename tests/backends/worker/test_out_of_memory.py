@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import resource
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from npuserve.testing.serve import serve_process
@@ -56,14 +60,10 @@ class MemoryCgroup:
 @pytest.fixture
 def cgroup() -> Iterator[MemoryCgroup]:
     """A new group, gone afterwards; skips where nobody may make one."""
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
-        _, controllers, inside = line.split(":", 2)
-        if controllers == "memory":
-            parent = Path("/sys/fs/cgroup/memory" + inside)
-            break
-        if not controllers:
-            parent = Path("/sys/fs/cgroup" + inside)
-    path = parent / f"npuserve-test-{os.getpid()}"
+    lines = Path("/proc/self/cgroup").read_text().splitlines()
+    paths = dict(line.split(":", 2)[1:] for line in lines)  # by controllers; "" is version 2
+    parent = f"memory{paths['memory']}" if "memory" in paths else paths.get("", "").lstrip("/")
+    path = Path("/sys/fs/cgroup", parent, f"npuserve-test-{os.getpid()}")
     try:
         path.mkdir()
     except OSError as error:
@@ -132,9 +132,141 @@ async def test_worker_offers_itself_to_the_oom_killer(tmp_path: Path) -> None:
             score = int(open("/proc/self/oom_score_adj").read())
             return [response(np.array([score], np.float32)) for _ in requests]
     """
-    own = int(Path("/proc/self/oom_score_adj").read_text())
     async with served_model(tmp_path, code) as models:
-        assert (await models.infer()).value == [min(own + 500, 1000)]
+        assert (await models.infer()).value == [min(_own_score() + 500, 1000)]
+
+
+LIMITED = """
+import resource
+
+class TritonPythonModel:
+    def initialize(self, args):
+        used = int(open("/proc/self/statm").read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+        resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20), resource.RLIM_INFINITY))
+
+    def execute(self, requests):
+        if requests[0].request_id() == "work":
+            np.ones(1 << 28, np.uint8)
+        if requests[0].request_id() == "output":
+            return [response(np.ones(10 << 20, np.float32)) for _ in requests]
+        return [response(np.array([os.getpid()], np.float32)) for r in requests]
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "size", "text"),
+    [
+        ("work", 1, "MemoryError: Unable to allocate 256. MiB"),
+        ("output", 1, "output of the model cannot be sent: [Errno 12]"),
+        ("", 1 << 25, "input of the request cannot be read: [Errno 12]"),
+    ],
+)
+async def test_worker_at_its_memory_limit(tmp_path: Path, what: str, size: int, text: str) -> None:
+    """What has no room is an error of that request; the worker goes on and keeps nothing."""
+    async with served_model(tmp_path, LIMITED) as models:
+        pid = (await models.infer()).value
+        held = []
+        for _ in range(3):
+            call = models.start(inputs={"IN": np.ones(size, np.float32)}, id=what)
+            assert text in (await call.answer()).error
+            del call
+            assert (await models.infer()).value == pid
+            held.append((_descriptors(int(pid[0])), models.instance()._connection.link.lent_count))
+    assert held[0] == held[2]
+    assert held[0][1] == 0
+
+
+async def test_server_at_its_memory_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors that the server cannot lend or map are errors of their requests alone."""
+    code = """
+    class TritonPythonModel:
+        def execute(self, requests):
+            size = int(tensor(requests[0]).as_numpy()[0])
+            if requests[0].request_id() != "call":
+                return [response(np.ones(size, np.float32)) for _ in requests]
+            inputs = [pb_utils.Tensor("IN", np.ones(size, np.float32))]
+            call = pb_utils.InferenceRequest(
+                model_name="other", requested_output_names=["OUT"], inputs=inputs
+            )
+            return [pb_utils.InferenceResponse(error=call.exec().error()) for _ in requests]
+    """
+    large = np.full(100_000, 100_000, np.float32)
+    write_model(tmp_path, "other", code)
+    async with served_model(tmp_path, code) as models:
+        with monkeypatch.context() as patch:
+            patch.setattr("npuserve.buffer_pool.mmap", _NoRoom)
+            errors = [
+                (await models.infer(inputs={"IN": inputs}, id=id)).error
+                for inputs, id in ((large, ""), (large[:1], ""), (large[:1], "call"))
+            ]
+        assert [error.partition(": ")[0] for error in errors[1:]] == [
+            "output of the model cannot be read", "input of the request cannot be read"
+        ]  # fmt: skip
+        assert ["no room" in error for error in errors] == [True, True, True]
+        assert len((await models.infer(inputs={"IN": large})).value) == 100_000
+        assert models.instance()._connection.link.lent_count == 0
+
+
+class _NoRoom:
+    """In the place of the module `mmap`."""
+
+    @staticmethod
+    def mmap(fd: int, size: int) -> None:
+        raise OSError(errno.ENOMEM, "no room")
+
+
+async def test_worker_without_descriptors_is_replaced(tmp_path: Path) -> None:
+    """Memory whose descriptor got lost is never readable: the next worker serves."""
+    code = """
+    import resource
+
+    class TritonPythonModel:
+        def execute(self, requests):
+            if requests[0].request_id() == "limit":
+                own = len(os.listdir("/proc/self/fd")) - 1
+                resource.setrlimit(resource.RLIMIT_NOFILE, (own, own))
+            return [response(tensor(r).as_numpy() * 2) for r in requests]
+    """
+    large = {"IN": np.ones(100_000, np.float32)}
+    async with served_model(tmp_path, code) as models:
+        await models.infer(id="limit")
+        assert "is not healthy" in (await models.infer(inputs=large)).error
+        assert (await models.infer(inputs=large)).value[:1] == [2.0]
+
+
+async def test_server_without_descriptors_replaces_the_worker(tmp_path: Path) -> None:
+    """The other way round: the request that is lost says so, and the next one is served."""
+    code = """
+    class TritonPythonModel:
+        def execute(self, requests):
+            return [response(np.ones(100_000, np.float32)) for _ in requests]
+    """
+    async with served_model(tmp_path, code) as models:
+        with _no_more_descriptors():
+            error = (await models.infer()).error
+        assert "descriptors of shared memory were lost: too many open files" in error
+        assert len((await models.infer()).value) == 100_000
+
+
+@contextmanager
+def _no_more_descriptors() -> Iterator[None]:
+    """No file can be opened, and no descriptor received, inside."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.open("/dev/null", os.O_RDONLY)  # the lowest number that is free
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def _descriptors(pid: int) -> int:
+    return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+def _own_score() -> int:
+    return int(Path("/proc/self/oom_score_adj").read_text())
 
 
 def _tree(pid: int) -> list[int]:
