@@ -14,7 +14,8 @@ that the simulated `atc` makes; onnxruntime executes them.
     clock.py      real or modelled     core.py rt_*.py mdl_*.py util.py
     memory.py     device and host        the functions of `acl`
     device.py     engines, streams     om_file.py engine.py   the model file and running it
-    runtime.py    a process's state    atc.py npu_smi.py ais_bench.py   the other stand-ins
+    op_file.py op_kernels.py op_run.py blas.py   single operators and the functions for them
+    runtime.py    a process's state    atc*.py npu_smi.py ais_bench.py   the other stand-ins
     telemetry.py  numbers for npu-smi
 """
 

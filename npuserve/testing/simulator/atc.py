@@ -3,6 +3,7 @@
     atc --framework=5 --model=m.onnx --output=out/m --soc_version=Ascend910B3
         [--input_shape="x:-1,3,8,8"] [--dynamic_batch_size=1,2,4 | --dynamic_image_size=8,8;16,16
         | --dynamic_dims=1,8;2,8] [--insert_op_conf=aipp.cfg] [--precision_mode_v2=origin] …
+    atc --singleop=operators.json --output=directory --soc_version=Ascend910B3
 
 Source of flags, messages and limits: ATC user guide of CANN. One flag is the simulator's own:
 `--simulator_device_ms`, the modelled time of one execution.
@@ -17,6 +18,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from npuserve.testing.simulator.atc_singleop import compile_operators
 from npuserve.testing.simulator.engine import open_session
 from npuserve.testing.simulator.om_file import (
     ACL_BY_ONNX,
@@ -34,7 +36,7 @@ _FLAGS = {
     "precision_mode", "precision_mode_v2", "aicore_num", "insert_op_conf", "output_type",
     "input_fp16_nodes", "op_select_implmode", "op_precision_mode", "optypelist_for_implmode",
     "external_weight", "op_compiler_cache_mode", "op_compiler_cache_dir", "log", "host_env_os",
-    "host_env_cpu", "buffer_optimize", "enable_small_channel", "simulator_device_ms",
+    "host_env_cpu", "buffer_optimize", "enable_small_channel", "singleop", "simulator_device_ms",
 }  # fmt: skip
 _PRECISION_V2 = {
     "fp16", "origin", "mixed_float16", "mixed_bfloat16", "cube_fp16in_fp32out", "mixed_hif8",
@@ -126,13 +128,13 @@ class Compiler:
         self.flags = flags
 
     def run(self) -> Path:
-        """Compile; the file written."""
+        """Compile; the file written, or the directory of single operators."""
         flags = self.flags
+        if flags.get("singleop"):
+            return self._compile_operators(flags["singleop"])
         if _required(flags, "framework") != "5":
             raise AtcError(f"E10007: [--framework] {flags['framework']}: only 5 (ONNX) is there")
-        soc = _required(flags, "soc_version")
-        if not _SOC.match(soc):
-            raise AtcError(f"E10001: Value [{soc}] for parameter [--soc_version] is invalid.")
+        soc = self._soc_version()
         precision = flags.get("precision_mode_v2")
         if precision is not None and precision not in _PRECISION_V2:
             raise AtcError(
@@ -150,6 +152,23 @@ class Compiler:
         target.parent.mkdir(parents=True, exist_ok=True)
         write(target, description, onnx)
         return target
+
+    def _soc_version(self) -> str:
+        soc = _required(self.flags, "soc_version")
+        if not _SOC.match(soc):
+            raise AtcError(f"E10001: Value [{soc}] for parameter [--soc_version] is invalid.")
+        return soc
+
+    def _compile_operators(self, json_path: str) -> Path:
+        for name in ("model", "framework"):
+            if name in self.flags:
+                raise AtcError(f"E10009: [--singleop] and [--{name}] exclude each other.")
+        output = Path(_required(self.flags, "output"))
+        try:
+            compile_operators(Path(json_path), output, self._soc_version())
+        except ValueError as error:
+            raise AtcError(str(error)) from error
+        return output
 
     def _read(self, path: Path) -> bytes:
         try:

@@ -15,6 +15,8 @@ from npuserve.testing.simulator.faults import RefusedError
 from npuserve.testing.simulator.runtime import Runtime, current
 
 _ALL_ONES = (1 << 64) - 1
+# Lowest and highest value of the C formats for small integers, None where nothing is checked.
+_INTEGERS = {"i": None, "b": (0, 255), "h": (-(1 << 15), (1 << 15) - 1), "B": None}
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -25,8 +27,9 @@ class Entry:
     Args:
         name: such as "acl.rt.malloc".
         formats: one letter an argument: k (pointer, handle or size: real int), i (index or id:
-            anything with __index__), s (str), l (list of real int), o (any object); those after
-            "|" may be left out.
+            anything with __index__), b, h, B (the same within a byte, within 16 signed bits, cut to
+            a byte), f (a number), s (str), l (list of real int), o (any object); those after "|"
+            may be left out.
         failure: values that precede the code when the call fails. None: the function returns a
             value without a code.
         bare: what a function without a code returns when it fails.
@@ -99,10 +102,18 @@ class Entry:
             if not isinstance(value, int):
                 raise TypeError(f"{self.name} args parse failed: int expected, got {value!r}")
             return value & _ALL_ONES
-        if letter == "i":
+        if letter in _INTEGERS:
             if isinstance(value, float) or not hasattr(value, "__index__"):
                 raise TypeError(f"{self.name} args parse failed: int expected, got {value!r}")
-            return value.__index__()
+            number = value.__index__()
+            low, high = _INTEGERS[letter] or (number, number)
+            if not low <= number <= high:
+                raise TypeError(f"{self.name} args parse failed: {value!r} is out of range")
+            return number & 0xFF if letter == "B" else number
+        if letter == "f":
+            if isinstance(value, str) or not hasattr(value, "__float__"):
+                raise TypeError(f"{self.name} args parse failed: float expected, got {value!r}")
+            return float(value)
         if letter == "s" and not isinstance(value, str):
             raise TypeError(f"{self.name} args parse failed: str expected, got {value!r}")
         if letter == "l" and not (

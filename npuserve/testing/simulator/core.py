@@ -8,6 +8,8 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from npuserve.testing.simulator.binding import bare, entry
 from npuserve.testing.simulator.faults import RefusedError
 
@@ -34,12 +36,24 @@ class DataBuffer:
 
 @dataclass(eq=False)
 class TensorDesc:
-    """Datatype, shape and format of a tensor."""
+    """Datatype, shape and format of a tensor.
+
+    Attributes:
+        const: the tensor's content, when it is an operator's constant input.
+        on_host: whether a single operator finds the tensor in host memory.
+    """
 
     datatype: int
     dims: list[int]
     format: int
     name: str = ""
+    const: bytes | None = None
+    on_host: bool = False
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return prod(self.dims) * ITEM_SIZE.get(self.datatype, 0)
 
 
 @entry("acl.init", "|o")
@@ -106,8 +120,8 @@ def get_recent_err_msg(runtime: Runtime) -> str | None:
     return runtime.last_error
 
 
-@entry("acl.app_log", "isiss")
-def app_log(runtime: Runtime, level: int, file: str, line: int, name: str, text: str) -> None:
+@bare("acl.app_log", "is", failed=None, can_fail=False)
+def app_log(runtime: Runtime, level: int, text: str) -> None:
     """Write to the log of the device; the simulator has none."""
 
 
@@ -190,8 +204,7 @@ def get_tensor_desc_format(runtime: Runtime, handle: int) -> int:
 @bare("acl.get_tensor_desc_size", "k")
 def get_tensor_desc_size(runtime: Runtime, handle: int) -> int:
     """Bytes."""
-    desc = runtime.find(handle, TensorDesc)
-    return prod(desc.dims) * ITEM_SIZE.get(desc.datatype, 0)
+    return runtime.find(handle, TensorDesc).size
 
 
 @bare("acl.get_tensor_desc_element_count", "k")
@@ -225,3 +238,53 @@ def get_tensor_desc_dim(runtime: Runtime, handle: int, axis: int) -> int:
 def get_tensor_desc_name(runtime: Runtime, handle: int) -> str:
     """Name."""
     return runtime.find(handle, TensorDesc).name
+
+
+@bare("acl.set_tensor_desc_name", "ks", failed=None, can_fail=False)
+def set_tensor_desc_name(runtime: Runtime, handle: int, name: str) -> None:
+    """Name the tensor."""
+    runtime.find(handle, TensorDesc).name = name
+
+
+@entry("acl.set_tensor_shape", "kl")
+def set_tensor_shape(runtime: Runtime, handle: int, dims: list[int]) -> None:
+    """Give the tensor another shape."""
+    runtime.find(handle, TensorDesc).dims = list(dims)
+
+
+@entry("acl.set_tensor_format", "ki")
+def set_tensor_format(runtime: Runtime, handle: int, format_: int) -> None:
+    """Give the tensor another format."""
+    runtime.find(handle, TensorDesc).format = format_
+
+
+@entry("acl.set_tensor_const", "kkk")
+def set_tensor_const(runtime: Runtime, handle: int, address: int, size: int) -> None:
+    """Make it a constant input of an operator; the content is in host memory."""
+    desc = runtime.find(handle, TensorDesc)
+    if not size:
+        raise RefusedError(100000, "a constant of 0 bytes")
+    desc.const = runtime.host.view(address, size).tobytes()
+
+
+@entry("acl.set_tensor_place_ment", "ki")
+def set_tensor_place_ment(runtime: Runtime, handle: int, place: int) -> None:
+    """Say where the tensor is: 0 on the card, 1 and 2 in host memory."""
+    if not 0 <= place <= 2:
+        raise RefusedError(100000, f"memory type {place} is unknown")
+    runtime.find(handle, TensorDesc).on_host = place > 0
+
+
+# Half precision.
+
+
+@bare("acl.float16_to_float", "i", failed=0.0)
+def float16_to_float(runtime: Runtime, bits: int) -> float:
+    """The number that 16 bits stand for; higher bits are cut off, as by the C format `H`."""
+    return float(np.uint16(bits & 0xFFFF).view(np.float16))
+
+
+@bare("acl.float_to_float16", "f")
+def float_to_float16(runtime: Runtime, value: float) -> int:
+    """The 16 bits that stand for a number."""
+    return int(np.float16(value).view(np.uint16))

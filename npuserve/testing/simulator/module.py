@@ -6,10 +6,12 @@ from types import ModuleType
 from typing import Any
 
 from npuserve.testing.simulator import (
+    blas,
     core,
     mdl_describe,
     mdl_load,
     mdl_run,
+    op_run,
     rt_device,
     rt_memory,
     rt_stream,
@@ -23,7 +25,18 @@ _PLAIN: dict[str, Any] = {
     "acl.util.start_thread": util.start_thread,
     "acl.util.stop_thread": util.stop_thread,
 }
-_PARTS = (core, rt_device, rt_memory, rt_stream, mdl_describe, mdl_load, mdl_run, util)
+_PARTS = (
+    core,
+    rt_device,
+    rt_memory,
+    rt_stream,
+    mdl_describe,
+    mdl_load,
+    mdl_run,
+    op_run,
+    blas,
+    util,
+)
 
 
 def fill(module: ModuleType) -> None:

@@ -21,6 +21,7 @@ class SimulatorOptions:
             thread advances by the CPU time it spends outside the simulator and by what it waits
             for, so results do not depend on how busy the machine is.
         device_ms: time of one execution, unless the model file says another one.
+        op_us: time of one single operator.
         pcie_gb_s: copy speed of one direction, 10^9 bytes a second.
         copy_us: fixed time of a copy.
         faults: see `faults.parse`.
@@ -34,6 +35,7 @@ class SimulatorOptions:
     memory_bytes: int = 64 << 30
     time: str = "real"
     device_ms: float = 1.0
+    op_us: float = 20.0
     pcie_gb_s: float = 12.0
     copy_us: float = 10.0
     faults: str = ""

@@ -10,7 +10,7 @@ import sys
 import threading
 from collections import Counter, deque
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from npuserve.testing.simulator.clock import make_clock
 from npuserve.testing.simulator.device import Card, Context, Event, Span, Stream
@@ -18,6 +18,9 @@ from npuserve.testing.simulator.faults import Fault, RefusedError, parse
 from npuserve.testing.simulator.memory import HostMemory, device_of, device_view
 from npuserve.testing.simulator.options import SimulatorOptions
 from npuserve.testing.simulator.telemetry import SharedState
+
+if TYPE_CHECKING:
+    from npuserve.testing.simulator.op_file import OpDescription
 
 T = TypeVar("T")
 
@@ -39,6 +42,8 @@ class Runtime:
         log: names of the functions in the order called, the last ones.
         faults: failures to come.
         violations: broken rules that no return code shows.
+        op_models: the single operators that are loaded.
+        has_op_dir: whether `acl.op.set_model_dir` was called.
     """
 
     def __init__(self, options: SimulatorOptions) -> None:
@@ -57,6 +62,8 @@ class Runtime:
         self.init_count = 0
         self.objects: dict[int, Any] = {}
         self.origins: dict[int, str] = {}
+        self.op_models: list[OpDescription] = []
+        self.has_op_dir = False
         self.shared_state = SharedState(options.state_dir, len(self.cards))
         self._handles = itertools.count(0x5555_0000_0001_0000, 0x40)
         self._model_ids = itertools.count(1)

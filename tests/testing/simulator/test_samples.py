@@ -17,8 +17,8 @@ from npuserve.testing.simulator.runtime import Runtime
 from tests.testing.simulator.conftest import Loaded
 
 # Calls of the inference samples in Ascend/samples (python/), of the tools built on pyACL (msit,
-# ais_bench) and of the API reference's examples. Not simulated: acl.op (single operators),
-# acl.media and acl.himpi (image and video hardware), acl.prof, acl.blas, acl.fv.
+# ais_bench) and of the API reference's examples. Not simulated: acl.media and acl.himpi (image and
+# video hardware), acl.prof, acl.fv.
 SAMPLE_CALLS = [
     "acl.init",
     "acl.finalize",
@@ -136,6 +136,18 @@ SAMPLE_CALLS = [
     "acl.mdl.destroy_exec_config_handle",
     "acl.mdl.get_aipp_type",
     "acl.mdl.get_first_aipp_info",
+    "acl.op.set_model_dir",
+    "acl.op.create_attr",
+    "acl.op.set_attr_bool",
+    "acl.op.destroy_attr",
+    "acl.op.create_handle",
+    "acl.op.execute_with_handle",
+    "acl.op.destroy_handle",
+    "acl.op.execute_v2",
+    "acl.op.cast",
+    "acl.set_tensor_const",
+    "acl.blas.gemm_ex",
+    "acl.blas.hgemm",
     "acl.util.bytes_to_ptr",
     "acl.util.ptr_to_bytes",
     "acl.util.numpy_to_ptr",
