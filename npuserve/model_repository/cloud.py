@@ -33,6 +33,9 @@ log = logging.getLogger(__name__)
 _MODULES = {"s3": "s3fs", "gs": "gcsfs", "as": "adlfs"}
 _CLASSES = {"s3": "S3FileSystem", "gs": "GCSFileSystem", "as": "AzureBlobFileSystem"}
 
+# gcsfs warns at every call of a client without credentials, Azure's SDK tells of every request.
+_LIBRARY_LOGS = {"gs": {"gcsfs": logging.ERROR}, "as": {"azure": logging.WARNING}}
+
 # Copies kept of one model: the one that serves and the one that is to replace it.
 _KEPT_COPIES = 2
 
@@ -87,7 +90,7 @@ class CloudRepository:
             try:
                 for path in self.files(name):
                     self._copy(f"{self._location.path}/{name}/{path}", partial / path)
-            except OSError as error:
+            except Exception as error:  # the libraries have no class of errors in common
                 raise InternalError(
                     f"failed to copy model '{name}' from {self._url}: {error}"
                 ) from error
@@ -120,13 +123,10 @@ class CloudRepository:
     def _list(self) -> dict[str, dict[str, tuple[str, int]]]:
         try:
             objects = self._find()
-        except PermissionError:
+        except InvalidArgumentError:
             # Keys are rotated while servers run: read them once more before giving up.
             self._filesystem = _open_filesystem(self._url)
-            try:
-                objects = self._find()
-            except PermissionError as error:
-                raise InvalidArgumentError(f"no access to {self._url}: {error}") from error
+            objects = self._find()
         if not objects:
             raise InternalError(f"failed to stat file {self._url}")
         listing: dict[str, dict[str, tuple[str, int]]] = {}
@@ -135,11 +135,25 @@ class CloudRepository:
         return listing
 
     def _find(self) -> dict[str, dict[str, Any]]:
-        self._filesystem.invalidate_cache()
-        found: dict[str, dict[str, Any]] = self._filesystem.find(
-            self._location.path, detail=True, withdirs=True
-        )
+        try:
+            self._filesystem.invalidate_cache()
+            found: dict[str, dict[str, Any]] = self._filesystem.find(
+                self._location.path, detail=True, withdirs=True
+            )
+            if self._location.scheme == "as":
+                self._recognise_folders(found)
+        except Exception as error:  # the libraries have no class of errors in common
+            if isinstance(error, PermissionError) or getattr(error, "status_code", 0) in (401, 403):
+                raise InvalidArgumentError(f"no access to {self._url}: {error}") from error
+            raise InternalError(f"failed to read {self._url}: {error}") from error
         return found
+
+    def _recognise_folders(self, objects: dict[str, dict[str, Any]]) -> None:
+        """An object "folder/" stands for an empty folder; adlfs lists it as the file "folder"."""
+        for key, info in objects.items():
+            bare = not info.get("size") and "." not in key.rpartition("/")[2]
+            if bare and self._filesystem.isdir(key):
+                info["type"] = "directory"
 
     def _split(
         self, objects: dict[str, dict[str, Any]]
@@ -197,15 +211,19 @@ def _open_filesystem(url: str) -> Any:
             f"{name} is needed for {url} and cannot be imported ({error}): "
             "pip install 'npuserve[cloud]'"
         ) from error
-    if location.scheme == "gs":
-        # It warns at every call of a client without credentials.
-        logging.getLogger("gcsfs").setLevel(logging.ERROR)
+    for library, level in _LIBRARY_LOGS.get(location.scheme, {}).items():
+        logging.getLogger(library).setLevel(level)
     if "auth_type" in options:
         options["credential"] = _azure_credential(
             options.pop("auth_type"), options.pop("client_id")
         )
     # fsspec shares instances between equal arguments; new credentials must not be ignored.
-    return getattr(module, _CLASSES[location.scheme])(skip_instance_cache=True, **options)
+    filesystem = getattr(module, _CLASSES[location.scheme])(skip_instance_cache=True, **options)
+    if "credential" in options and filesystem.connection_string is not None:
+        # adlfs prefers AZURE_STORAGE_CONNECTION_STRING, which Triton does not read.
+        filesystem.connection_string = None
+        filesystem.do_connect()
+    return filesystem
 
 
 def _azure_credential(auth_type: str, client_id: str) -> Any:
@@ -217,8 +235,9 @@ def _azure_credential(auth_type: str, client_id: str) -> Any:
 
 
 def _state(info: dict[str, Any]) -> str:
-    """What changes when an object does, by the names the three file systems have for it."""
-    for key in ("LastModified", "updated", "mtime", "last_modified", "etag", "ETag"):
-        if info.get(key):
-            return str(info[key])
-    return ""
+    """What changes when an object does, by the names the three file systems have for it.
+
+    The time alone would not do: S3 and Azure tell it in whole seconds.
+    """
+    names = ("LastModified", "updated", "mtime", "last_modified", "etag", "ETag")
+    return " ".join(str(info[name]) for name in names if info.get(name))

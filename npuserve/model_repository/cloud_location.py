@@ -37,14 +37,17 @@ class Location:
     Attributes:
         scheme: one of SCHEMES.
         path: `bucket/folder` or `container/folder`, without slashes at the ends.
-        endpoint: URL of an S3-compatible service; "" for Amazon's own.
-        account: storage account (as); "" for the one of the credentials.
+        endpoint: URL of another service than the provider's own: S3-compatible, an emulator of
+            Azure. "" for the provider's.
+        account: storage account in the URL (as); credentials may name another one.
+        suffix: domain of Azure's services (as).
     """
 
     scheme: str
     path: str
     endpoint: str = ""
     account: str = ""
+    suffix: str = "core.windows.net"
 
 
 def scheme_of(repository: str) -> str:
@@ -63,14 +66,7 @@ def parse_location(url: str) -> Location:
     if scheme == "s3":
         return _s3_location(url, rest)
     if scheme == "as":
-        account, _, path = rest.partition("/")
-        path = path.strip("/")
-        if not account or not path:
-            raise InvalidArgumentError(
-                f"'{url}' is no Azure location, expected as://<account>/<container>/<path>"
-            )
-        # Triton takes both the plain account and its host name.
-        return Location("as", path, account=account.partition(".")[0])
+        return _as_location(url, rest)
     path = rest.strip("/")
     if not path:
         raise InvalidArgumentError(f"'{url}' has no bucket")
@@ -78,15 +74,34 @@ def parse_location(url: str) -> Location:
 
 
 def _s3_location(url: str, rest: str) -> Location:
-    endpoint = ""
-    match = re.match(r"(https?)://([^/]+)/", rest) or re.match(r"()([^/]+:\d+)/", rest)
-    if match:
-        endpoint = f"{match[1] or 'http'}://{match[2]}"
-        rest = rest[match.end() :]
+    endpoint, rest = _cut_endpoint(rest)
     path = rest.strip("/")
     if not path:
         raise InvalidArgumentError(f"'{url}' has no bucket")
     return Location("s3", path, endpoint=endpoint)
+
+
+def _as_location(url: str, rest: str) -> Location:
+    # Differs from Triton: it knows Azure's global service only, no emulator and no other cloud.
+    endpoint, rest = _cut_endpoint(rest)
+    host, _, path = rest.partition("/")
+    # Both the plain account and its host name are good.
+    account, _, domain = host.partition(".")
+    path = path.strip("/")
+    if not account or not path:
+        raise InvalidArgumentError(
+            f"'{url}' is no Azure location, expected as://<account>/<container>/<path>"
+        )
+    suffix = domain.partition(".")[2] or Location.suffix  # behind the service, "blob"
+    return Location("as", path, endpoint, account, suffix)
+
+
+def _cut_endpoint(rest: str) -> tuple[str, str]:
+    """The service that a URL names behind its scheme, `host:port` or in full; what follows it."""
+    match = re.match(r"(https?)://([^/]+)/", rest) or re.match(r"()([^/]+:\d+)/", rest)
+    if match is None:
+        return "", rest
+    return f"{match[1] or 'http'}://{match[2]}", rest[match.end() :]
 
 
 def filesystem_options(url: str, location: Location, environ: Mapping[str, str]) -> dict[str, Any]:
@@ -161,13 +176,20 @@ def _as_environ(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _as_options(given: Mapping[str, str], location: Location) -> dict[str, Any]:
-    options: dict[str, Any] = {"account_name": location.account or given.get("account_str", "")}
+    account = given.get("account_str") or location.account
+    host = f"{account}.blob.{location.suffix}"
+    service = f"{location.endpoint}/{account}" if location.endpoint else f"https://{host}"
     auth_type = given.get("auth_type", "")
     if auth_type in ("managed_identity", "default"):
-        # Made into a credential object where the SDK is imported.
-        options |= {"auth_type": auth_type, "client_id": given.get("client_id", "")}
-    elif given.get("account_key"):
-        options["account_key"] = given["account_key"]
-    else:
-        options["anon"] = True
-    return options
+        return {
+            "account_name": account,
+            "account_host": service.partition("://")[2],
+            # Made into a credential object where the SDK is imported.
+            "auth_type": auth_type,
+            "client_id": given.get("client_id", ""),
+        }
+    # As a whole, so that adlfs adds nothing from variables that Triton does not read.
+    text = f"BlobEndpoint={service};AccountName={account}"
+    if given.get("account_key"):
+        text += f";AccountKey={given['account_key']}"
+    return {"connection_string": text}

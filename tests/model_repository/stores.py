@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import re
+import shutil
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from urllib.parse import quote
 
 import httpx
@@ -98,3 +103,52 @@ def gs_store(endpoint: str, name: str, monkeypatch: pytest.MonkeyPatch) -> Store
         httpx.delete(f"{base}/storage/v1/b/{name}/o/{path}").raise_for_status()
 
     return Store(f"gs://{name}/models", put, delete)
+
+
+# Azurite's account, the same in every one. Source: its README.
+AZURITE_ACCOUNT = "devstoreaccount1"
+AZURITE_KEY = (
+    "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
+)
+
+
+@contextmanager
+def as_server(directory: Path) -> Iterator[str]:
+    """Azure's emulator on a free port: host:port.
+
+    It is a program for Node, not a Python package: `npm install -g azurite`, or the path of
+    `azurite-blob` in the variable AZURITE_BLOB.
+    """
+    program = os.environ.get("AZURITE_BLOB") or shutil.which("azurite-blob")
+    if program is None:
+        pytest.skip("azurite-blob is neither on PATH nor in AZURITE_BLOB")
+    pytest.importorskip("adlfs")
+    command = [program, "--blobPort=0", "--inMemoryPersistence", "--silent", "--disableTelemetry"]
+    command.append("--skipApiVersionCheck")  # clients may be newer than it is
+    with subprocess.Popen(command, cwd=directory, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        lines = iter(process.stdout.readline, "")
+        found = (re.search(r"successfully listens on http://(\S+)", line) for line in lines)
+        yield next(match[1] for match in found if match)
+        process.terminate()
+
+
+def as_store(endpoint: str, name: str, monkeypatch: pytest.MonkeyPatch) -> Store:
+    """A container of the emulator; the environment gets the key for it."""
+    from azure.storage.blob import ContainerClient
+
+    monkeypatch.setenv("AZURE_STORAGE_KEY", AZURITE_KEY)
+    client = ContainerClient.from_connection_string(
+        f"BlobEndpoint=http://{endpoint}/{AZURITE_ACCOUNT};"
+        f"AccountName={AZURITE_ACCOUNT};AccountKey={AZURITE_KEY}",
+        name,
+    )
+    client.create_container()
+
+    def put(key: str, body: bytes) -> None:
+        client.upload_blob(f"models/{key}", body, overwrite=True)
+
+    def delete(key: str) -> None:
+        client.delete_blob(f"models/{key}")
+
+    return Store(f"as://{endpoint}/{AZURITE_ACCOUNT}/{name}/models", put, delete)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from npuserve.errors import InternalError
+from npuserve.errors import InternalError, InvalidArgumentError
 from npuserve.model_repository import (
     ModelDirectory,
     Scan,
@@ -70,14 +70,23 @@ def gs_endpoint() -> Iterator[str]:
         yield endpoint
 
 
-@pytest.fixture(params=["s3", "gs"])
+@pytest.fixture(scope="module")
+def as_endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with stores.as_server(tmp_path_factory.mktemp("azurite")) as endpoint:
+        yield endpoint
+
+
+@pytest.fixture(params=["s3", "gs", "as"])
 def store(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> Iterator[Store]:
     """A fresh bucket with one model; its copies go below `tmp_path`."""
-    make = {"s3": stores.s3_store, "gs": stores.gs_store}[request.param]
+    make = {"s3": stores.s3_store, "gs": stores.gs_store, "as": stores.as_store}[request.param]
+    for name in [name for name in os.environ if name.startswith("AZURE_")]:
+        monkeypatch.delenv(name)
     monkeypatch.setenv("TRITON_AWS_MOUNT_DIRECTORY", str(tmp_path))
     monkeypatch.setenv("TRITON_GCS_MOUNT_DIRECTORY", str(tmp_path))
+    monkeypatch.setenv("TRITON_AZURE_MOUNT_DIRECTORY", str(tmp_path))
     name = re.sub(r"[^a-z0-9]+", "-", request.node.name)[:60].strip("-")
     store = make(request.getfixturevalue(f"{request.param}_endpoint"), name, monkeypatch)
     store.put("m/config.pbtxt", CONFIG)
@@ -136,11 +145,21 @@ def test_an_object_with_dots_is_not_copied_elsewhere(monkeypatch: pytest.MonkeyP
 def test_an_empty_version_folder_is_an_object_with_a_slash(store: Store) -> None:
     """All that an ensemble has."""
     store.put("e/config.pbtxt", b"name: 'e' backend: 'identity'")
-    store.put("e/1/", b"-")  # the emulator takes no empty bodies
+    # The emulator of Google's store takes no empty bodies.
+    store.put("e/1/", b"-" if store.url.startswith("gs") else b"")
     directory = model(store, "e")
     assert directory.versions == (1,)
     load_config(directory, OPTIONS)
     assert directory.version_path(1).is_dir()
+
+
+@pytest.mark.parametrize("store", ["s3", "as"], indirect=True)
+def test_an_empty_file_is_a_file(store: Store) -> None:
+    """Though it looks like an empty folder in some listings."""
+    store.put("m/1/marker", b"")
+    directory = model(store)
+    load_config(directory, OPTIONS)
+    assert (directory.version_path(1) / "marker").is_file()
 
 
 def test_a_change_in_the_store_changes_the_fingerprint(store: Store) -> None:
@@ -151,6 +170,8 @@ def test_a_change_in_the_store_changes_the_fingerprint(store: Store) -> None:
     second = fingerprint(model(store))
     assert second != first
     assert second.config == first.config
+    store.put("m/1/extra.txt", b"y")  # the same size, and in the same second
+    assert fingerprint(model(store)) not in (first, second)
     store.delete("m/1/extra.txt")
     assert fingerprint(model(store)) == first
     store.put("m/config.pbtxt", CONFIG + b" # longer")
@@ -187,15 +208,25 @@ def test_an_object_that_vanishes_while_it_is_copied_fails_the_model(store: Store
     """No half copy is taken for the model afterwards."""
     directory = model(store)
     store.delete("m/1/data")
-    with pytest.raises(InternalError, match="failed to copy model 'm' from (s3|gs)://"):
+    with pytest.raises(InternalError, match="failed to copy model 'm' from (s3|gs|as)://"):
         load_config(directory, OPTIONS)
     assert not directory.path.exists()
 
 
 def test_a_repository_that_is_not_there_ends_the_start(store: Store) -> None:
     """A wrong bucket must not look like an empty repository."""
-    with pytest.raises(InternalError, match="failed to stat file (s3|gs)://"):
+    with pytest.raises(InternalError, match="failed to stat file (s3|gs|as)://"):
         scan([f"{store.url}-nowhere"], OPTIONS)
+
+
+@pytest.mark.parametrize("store", ["as"], indirect=True)  # the other two check no keys
+def test_a_store_that_refuses_the_key_ends_the_start(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the library makes of it, the reason and the repository are named."""
+    monkeypatch.setenv("AZURE_STORAGE_KEY", "d3Jvbmc=")
+    with pytest.raises(InvalidArgumentError, match="no access to as://.*failed to authenticate"):
+        scan([store.url], OPTIONS)
 
 
 def test_local_and_cloud_repositories_share_one_name_space(store: Store, tmp_path: Path) -> None:
@@ -250,26 +281,46 @@ async def test_a_server_follows_the_store(store: Store) -> None:
 
 
 @pytest.mark.parametrize(
-    ("environ", "anonymous", "credential"),
+    ("url", "environ", "service", "credential"),
     [
-        ({}, True, "NoneType"),
-        ({"AZURE_STORAGE_KEY": "a2V5"}, False, "NoneType"),
-        ({"AZURE_STORAGE_AUTH_TYPE": "default"}, False, "DefaultAzureCredential"),
-        ({"AZURE_STORAGE_AUTH_TYPE": "managed_identity"}, False, "ManagedIdentityCredential"),
+        ("as://me/c/models", {}, "https://me.blob.core.windows.net/", "NoneType"),
+        (
+            "as://me/c/models",
+            {"AZURE_STORAGE_KEY": "a2V5"},
+            "https://me.blob.core.windows.net/",
+            "SharedKeyCredentialPolicy",
+        ),
+        (
+            "as://me.blob.core.chinacloudapi.cn/c/models",
+            {"AZURE_STORAGE_AUTH_TYPE": "default"},
+            "https://me.blob.core.chinacloudapi.cn/",
+            "DefaultAzureCredential",
+        ),
+        (
+            "as://other/c/models",
+            {"AZURE_STORAGE_AUTH_TYPE": "managed_identity", "AZURE_STORAGE_ACCOUNT": "me"},
+            "https://me.blob.core.windows.net/",
+            "ManagedIdentityCredential",
+        ),
     ],
 )
 def test_azure_s_library_takes_the_credentials(
-    environ: dict[str, str], anonymous: bool, credential: str, monkeypatch: pytest.MonkeyPatch
+    url: str,
+    environ: dict[str, str],
+    service: str,
+    credential: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """No emulator has Azure's account hosts, so the contract with the library is tested."""
+    """Also those that no emulator has; variables that Triton does not read change nothing."""
     pytest.importorskip("adlfs")
     for name in [name for name in os.environ if name.startswith("AZURE_")]:
         monkeypatch.delenv(name)
+    other = "AccountName=other;AccountKey=a2V5;EndpointSuffix=core.windows.net"
+    monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", other)
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", "b3RoZXI=")
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
-    repository = CloudRepository("as://account/container/models")
-    filesystem = repository._filesystem
-    assert (filesystem.account_name, filesystem.anon) == ("account", anonymous)
-    assert filesystem.account_key == environ.get("AZURE_STORAGE_KEY")
-    assert type(filesystem.credential).__name__ == credential
+    repository = CloudRepository(url)
+    client = repository._filesystem.service_client
+    assert (client.url, type(client.credential).__name__) == (service, credential)
     repository.close()

@@ -32,6 +32,14 @@ from npuserve.model_repository.cloud_location import (
             "as://account.blob.core.windows.net/container",
             Location("as", "container", account="account"),
         ),
+        (
+            "as://account.blob.core.chinacloudapi.cn/container",
+            Location("as", "container", account="account", suffix="core.chinacloudapi.cn"),
+        ),
+        (
+            "as://http://host:1/account/container/a",
+            Location("as", "container/a", "http://host:1", "account"),
+        ),
     ],
 )
 def test_urls(url: str, location: Location) -> None:
@@ -39,7 +47,7 @@ def test_urls(url: str, location: Location) -> None:
     assert parse_location(url) == location
 
 
-@pytest.mark.parametrize("url", ["s3://", "s3://host:1/", "gs:///", "as://account", "as:///c"])
+@pytest.mark.parametrize("url", ["s3://", "s3://host:1/", "gs:///", "as://account", "as:///c", "as://h:1/a"])
 def test_urls_without_a_place_are_refused(url: str) -> None:
     """With the URL in the message."""
     with pytest.raises(InvalidArgumentError, match=url):
@@ -78,16 +86,33 @@ def options(url: str, **environ: str) -> dict[str, Any]:
         ("s3://h:1/b", {}, {"client_kwargs": {"endpoint_url": "http://h:1"}}),
         ("gs://b", {}, {}),
         ("gs://b", {"GOOGLE_APPLICATION_CREDENTIALS": "/key.json"}, {"token": "/key.json"}),
-        ("as://a/c", {}, {"account_name": "a", "anon": True}),
         (
             "as://a/c",
-            {"AZURE_STORAGE_ACCOUNT": "other", "AZURE_STORAGE_KEY": "k"},
-            {"account_name": "a", "account_key": "k"},
+            {},
+            {"connection_string": "BlobEndpoint=https://a.blob.core.windows.net;AccountName=a"},
         ),
         (
             "as://a/c",
+            {"AZURE_STORAGE_ACCOUNT": "b", "AZURE_STORAGE_KEY": "k"},
+            {
+                "connection_string": "BlobEndpoint=https://b.blob.core.windows.net;"
+                "AccountName=b;AccountKey=k"
+            },
+        ),
+        (
+            "as://http://host:1/a/c",
+            {"AZURE_STORAGE_KEY": "k"},
+            {"connection_string": "BlobEndpoint=http://host:1/a;AccountName=a;AccountKey=k"},
+        ),
+        (
+            "as://a.blob.core.chinacloudapi.cn/c",
             {"AZURE_STORAGE_AUTH_TYPE": "managed_identity", "AZURE_STORAGE_CLIENT_ID": "i"},
-            {"account_name": "a", "auth_type": "managed_identity", "client_id": "i"},
+            {
+                "account_name": "a",
+                "account_host": "a.blob.core.chinacloudapi.cn",
+                "auth_type": "managed_identity",
+                "client_id": "i",
+            },
         ),
     ],
 )
@@ -139,7 +164,7 @@ def test_the_credential_file_replaces_the_environment_even_without_an_entry(
     environ = {CREDENTIAL_FILE: credential_file, "GOOGLE_APPLICATION_CREDENTIALS": "/env.json"}
     assert options("gs://one/a", **environ) == {"token": "/one.json"}
     assert options("gs://two", **environ) == {}
-    assert options("as://a/c", **environ) == {"account_name": "a", "account_key": "k"}
+    assert options("as://a/c", **environ)["connection_string"].endswith(";AccountKey=k")
 
 
 @pytest.mark.parametrize("content", [None, "{", "[]", "3"])
