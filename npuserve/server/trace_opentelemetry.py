@@ -6,16 +6,22 @@ of its own (BatchSpanProcessor).
 
 from __future__ import annotations
 
+import logging
+import threading
 import time
 from typing import TYPE_CHECKING, Any
 
 from npuserve.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from npuserve.server.trace import Trace
 
+logger = logging.getLogger(__name__)
+
+# How long the exit waits for a collector to take the last spans.
+_LAST_EXPORT_S = 1.0
 _DEFAULT_URL = "http://localhost:4318/v1/traces"
 _COMPUTE = ("COMPUTE_START", "COMPUTE_INPUT_END", "COMPUTE_OUTPUT_START", "COMPUTE_END")
 _MODEL = ("REQUEST_START", "QUEUE_START", "INFER_RESPONSE_COMPLETE", "REQUEST_END")
@@ -26,10 +32,9 @@ class OpenTelemetryExporter:
 
     Args:
         settings: `--trace-config opentelemetry,<key>=<value>` in order; `resource` may repeat.
-        processor: takes finished spans; by default a batching one that sends them to `url`.
     """
 
-    def __init__(self, settings: Iterable[tuple[str, str]], processor: Any = None) -> None:
+    def __init__(self, settings: Iterable[tuple[str, str]]) -> None:
         try:
             from opentelemetry.sdk.resources import Resource
             from opentelemetry.sdk.trace import TracerProvider
@@ -43,11 +48,15 @@ class OpenTelemetryExporter:
             if key == "resource":
                 name, _, text = value.partition("=")
                 resource[name] = text
-        self._provider = TracerProvider(resource=Resource.create(resource))
-        self._provider.add_span_processor(processor or _batch_processor(options))
+        self._url = options.get("url", _DEFAULT_URL)
+        self._exporter = _CountingExporter(_otlp_exporter(self._url))
+        # `close` shuts it down; at the exit of the interpreter nothing is waited for.
+        self._provider = TracerProvider(resource=Resource.create(resource), shutdown_on_exit=False)
+        self._provider.add_span_processor(_batch_processor(self._exporter, options))
         self._tracer = self._provider.get_tracer("npuserve")
         # Spans are stamped with wall-clock time, the moments noted are monotonic.
         self._wall_offset_ns = time.time_ns() - time.monotonic_ns()
+        self._made = 0  # spans, without those that the client wants not recorded
 
     def export(self, trace: Trace) -> None:
         """See `trace.Exporter.export`. A child waits for its parent, which ends after it."""
@@ -59,8 +68,17 @@ class OpenTelemetryExporter:
             self._export_model(trace, trace.parent.span)
 
     def close(self) -> None:
-        """See `trace.Exporter.close`."""
-        self._provider.shutdown()
+        """See `trace.Exporter.close`. A collector that does not answer is given up."""
+        last = threading.Thread(
+            target=self._provider.shutdown, name="opentelemetry-shutdown", daemon=True
+        )
+        last.start()
+        last.join(_LAST_EXPORT_S)
+        lost = self._made - self._exporter.delivered
+        if lost:
+            logger.warning(
+                "%d of %d OpenTelemetry spans did not reach %s", lost, self._made, self._url
+            )
 
     def _export_root(self, trace: Trace) -> None:
         marks = _in_order(trace.timestamps)
@@ -89,7 +107,9 @@ class OpenTelemetryExporter:
         span.end(self._wall_ns(marks[-1][1]))
 
     def _span(self, name: str, context: Any, start_ns: int) -> Any:
-        return self._tracer.start_span(name, context, start_time=self._wall_ns(start_ns))
+        span = self._tracer.start_span(name, context, start_time=self._wall_ns(start_ns))
+        self._made += span.is_recording()
+        return span
 
     def _add_events(self, span: Any, marks: list[tuple[str, int]]) -> None:
         for name, ns in marks:
@@ -136,11 +156,38 @@ def _client_context(trace: Trace) -> Any:
     return TraceContextTextMapPropagator().extract(carrier, Context())
 
 
-def _batch_processor(options: dict[str, str]) -> Any:
+class _CountingExporter:
+    """A span exporter that counts what arrived.
+
+    Attributes:
+        delivered: spans that the other side has taken.
+    """
+
+    def __init__(self, exporter: Any) -> None:
+        self._exporter = exporter
+        self.delivered = 0
+
+    def export(self, spans: Sequence[Any]) -> Any:
+        """Send a batch; in the processor's thread."""
+        result = self._exporter.export(spans)
+        if result.name == "SUCCESS":
+            self.delivered += len(spans)
+        return result
+
+    def shutdown(self) -> None:
+        """Close the connection."""
+        self._exporter.shutdown()
+
+
+def _otlp_exporter(url: str) -> Any:
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+
+    return OTLPSpanExporter(endpoint=url)
+
+
+def _batch_processor(exporter: Any, options: dict[str, str]) -> Any:
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-    exporter = OTLPSpanExporter(endpoint=options.get("url", _DEFAULT_URL))
     # Without a value here the processor reads the OTEL_BSP_* environment variables.
     sizes: dict[str, Any] = {
         name: int(options[key])

@@ -47,7 +47,9 @@ def test_urls(url: str, location: Location) -> None:
     assert parse_location(url) == location
 
 
-@pytest.mark.parametrize("url", ["s3://", "s3://host:1/", "gs:///", "as://account", "as:///c", "as://h:1/a"])
+@pytest.mark.parametrize(
+    "url", ["s3://", "s3://host:1/", "gs:///", "as://account", "as:///c", "as://h:1/a"]
+)
 def test_urls_without_a_place_are_refused(url: str) -> None:
     """With the URL in the message."""
     with pytest.raises(InvalidArgumentError, match=url):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import http.client
 import json
+import select
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -201,15 +204,12 @@ def test_open_telemetry_needs_its_sdk_from_the_start(monkeypatch: pytest.MonkeyP
 async def test_open_telemetry_spans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """InferRequest, the model, its compute; the client's context is the parent of all."""
     pytest.importorskip("opentelemetry.sdk")
-    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
     from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
     from npuserve.server import trace_opentelemetry
 
     memory = InMemorySpanExporter()
-    monkeypatch.setattr(
-        trace_opentelemetry, "_batch_processor", lambda _: SimpleSpanProcessor(memory)
-    )
+    monkeypatch.setattr(trace_opentelemetry, "_otlp_exporter", lambda _: memory)
     write_model(tmp_path, "m")
     options = TraceOptions(
         mode="opentelemetry",
@@ -222,7 +222,7 @@ async def test_open_telemetry_spans(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert "trace_file" not in server.tracer.settings()
         server.tracer.attach = _with_context(server.tracer)  # type: ignore[method-assign]
         await infer(server, "m", id="r")
-        spans = {span.name: span for span in memory.get_finished_spans()}
+    spans = {span.name: span for span in memory.get_finished_spans()}
     assert set(spans) == {"InferRequest", "m", "compute"}
     root, model, compute = spans["InferRequest"], spans["m"], spans["compute"]
     assert root.resource.attributes["service.name"] == "mine"
@@ -237,6 +237,38 @@ async def test_open_telemetry_spans(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert [event.name for event in compute.events] == [
         "COMPUTE_START", "COMPUTE_INPUT_END", "COMPUTE_OUTPUT_START", "COMPUTE_END",
     ]  # fmt: skip
+
+
+async def test_a_collector_that_does_not_answer_does_not_hold_the_exit(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is given up while it has the spans, and the log tells how many were lost."""
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
+    from npuserve.server import trace_opentelemetry
+
+    monkeypatch.setattr(trace_opentelemetry, "_LAST_EXPORT_S", 0.1)
+    write_model(tmp_path, "m")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/"
+        options = TraceOptions(
+            mode="opentelemetry", level=("TIMESTAMPS",), rate=1, opentelemetry=(("url", url),)
+        )
+        async with serve(tmp_path, trace_config=options) as server:
+            await infer(server, "m")
+        assert f"3 of 3 OpenTelemetry spans did not reach {url}" in caplog.text
+        assert waits_for_an_answer(listener)
+
+
+def waits_for_an_answer(listener: socket.socket) -> bool:
+    """Whether the one client has sent its request and is still there; it is answered then."""
+    connection, _ = listener.accept()
+    with connection, connection.makefile("rb") as stream:
+        assert stream.readline().startswith(b"POST")
+        headers = http.client.parse_headers(stream)
+        stream.read(int(headers["Content-Length"]))
+        gone, _, _ = select.select([connection], [], [], 0)
+        connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+    return not gone
 
 
 def _with_context(tracer: Tracer) -> Any:
