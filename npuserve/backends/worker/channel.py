@@ -9,6 +9,7 @@ import array
 import os
 import socket
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from npuserve.backends.worker import wire
@@ -35,6 +36,29 @@ def rights(fds: list[int]) -> list[Any]:
     return [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]
 
 
+def transmit(
+    link: SharedMemoryLink, put: Callable[[bytes, list[int]], None], kind: int, payload: Any
+) -> None:
+    """Send a message and the news of shared memory, as one datagram if they fit.
+
+    Args:
+        put: sends one datagram with file descriptors.
+    """
+    memory, fds = link.take_memory()
+    while memory is not None and link.has_news:  # more descriptors than one message carries
+        put(wire.pack(wire.MEMORY, memory, None), fds)
+        memory, fds = link.take_memory()
+    data = wire.pack(kind, memory, payload)
+    if len(data) > wire.MAX_DATAGRAM_BYTES:
+        if memory is not None:  # blocks have to be known before anything refers to them
+            put(wire.pack(wire.MEMORY, memory, None), fds)
+            data = wire.pack(kind, None, payload)
+        reference = link.lend(data)
+        memory, fds = link.take_memory()
+        data = wire.pack(wire.SPILLED, memory, reference)
+    put(data, fds)
+
+
 class Channel:
     """Sends and receives messages, blocking; any thread may send, one at a time receives.
 
@@ -53,24 +77,7 @@ class Channel:
     def send(self, kind: int, payload: Any) -> None:
         """Send one message; waits while the server is behind. Nothing once the server is gone."""
         with self.lock:
-            while self.link.crowded:
-                memory, fds = self.link.take_memory()
-                self._put(wire.pack(wire.MEMORY, memory, None), fds)
-            memory, fds = self.link.take_memory()
-            data = wire.pack(kind, memory, payload)
-            if len(data) > wire.MAX_DATAGRAM_BYTES:
-                self._transmit(data, fds, memory, payload, kind)
-                return
-            self._put(data, fds)
-
-    def _transmit(self, data: bytes, fds: list[int], memory: Any, payload: Any, kind: int) -> None:
-        """Send a message that is too long for a datagram through shared memory."""
-        if memory is not None:  # blocks have to be known before anything refers to them
-            self._put(wire.pack(wire.MEMORY, memory, None), fds)
-            data = wire.pack(kind, None, payload)
-        reference = self.link.lend(data)
-        memory, fds = self.link.take_memory()
-        self._put(wire.pack(wire.SPILLED, memory, reference), fds)
+            transmit(self.link, self._put, kind, payload)
 
     def _put(self, data: bytes, fds: list[int]) -> None:
         try:

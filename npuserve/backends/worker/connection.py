@@ -10,7 +10,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from npuserve.backends.worker import wire
-from npuserve.backends.worker.channel import ANCILLARY_BYTES, ROOM_BYTES, fds_of, rights
+from npuserve.backends.worker.channel import (
+    ANCILLARY_BYTES,
+    ROOM_BYTES,
+    fds_of,
+    rights,
+    transmit,
+)
 from npuserve.backends.worker.shm import SharedMemoryLink
 
 if TYPE_CHECKING:
@@ -71,22 +77,8 @@ class Connection:
 
     def send(self, kind: int, payload: Any) -> None:
         """Send a message, now or as soon as the socket takes it."""
-        if self.closed:
-            return
-        while self.link.crowded:
-            memory, fds = self.link.take_memory()
-            self._put(wire.pack(wire.MEMORY, memory, None), fds)
-        memory, fds = self.link.take_memory()
-        data = wire.pack(kind, memory, payload)
-        if len(data) <= wire.MAX_DATAGRAM_BYTES:
-            self._put(data, fds)
-            return
-        if memory is not None:  # blocks have to be known before anything refers to them
-            self._put(wire.pack(wire.MEMORY, memory, None), fds)
-            data = wire.pack(kind, None, payload)
-        reference = self.link.lend(data)
-        memory, fds = self.link.take_memory()
-        self._put(wire.pack(wire.SPILLED, memory, reference), fds)
+        if not self.closed:
+            transmit(self.link, self._put, kind, payload)
 
     def _put(self, data: bytes, fds: list[int]) -> None:
         if self._backlog:

@@ -152,13 +152,11 @@ class SharedMemoryLink:
         """Whether the next message will carry bookkeeping."""
         return bool(self._to_return or self._to_announce or self._to_forget)
 
-    @property
-    def crowded(self) -> bool:
-        """Whether one message cannot carry all descriptors: MEMORY messages must go ahead."""
-        return len(self._to_announce) > MAX_FDS
-
     def take_memory(self) -> tuple[Memory | None, list[int]]:
-        """What the next message has to carry: its `memory` field and file descriptors."""
+        """What the next message has to carry: its `memory` field and file descriptors.
+
+        There is news left if those are more than one message carries.
+        """
         if not (self._to_return or self._to_announce or self._to_forget):
             return None, []  # inlined `has_news`: this runs for every message
         returned = _drain(self._to_return)
