@@ -43,6 +43,7 @@ class BatchRules:
         max_batch: batch elements a batch may have, at least 1.
         preferred: sizes at which a batch goes without waiting any longer.
         min_preferred, max_preferred: the smallest and largest of them.
+        enough: size at which nobody else is looked for.
         delay_ns: how long the oldest request waits for a preferred size.
         signature: two requests may share a batch if it is equal for both; None if all may.
         strategy: hooks of the model that may end a batch before a request; None for none.
@@ -52,6 +53,7 @@ class BatchRules:
     preferred: frozenset[int]
     min_preferred: int
     max_preferred: int
+    enough: int
     delay_ns: int = 0
     signature: Signature | None = None
     strategy: BatchStrategy | None = None
@@ -67,7 +69,8 @@ class BatchRules:
         """Rules with Triton's defaults: without preferred sizes, the maximum is preferred."""
         max_batch = max(1, max_batch_size)
         sizes = preferred or frozenset((max_batch,))
-        return cls(max_batch, sizes, min(sizes), max(sizes), delay_ns, signature)
+        enough = max_batch if delay_ns else min(max_batch, max(sizes))
+        return cls(max_batch, sizes, min(sizes), max(sizes), enough, delay_ns, signature)
 
     @classmethod
     def from_config(cls, config: ModelConfig) -> BatchRules:
@@ -113,61 +116,69 @@ def plan_batch(
             earlier, takes in what else came meanwhile (only where there is a queue delay;
             without one a preferred size is final).
     """
-    if rules.strategy is None:
-        return _plan(queue, now_ns, rules, grow, None)
-    state = rules.strategy.begin()
-    try:
-        return _plan(queue, now_ns, rules, grow, state)
-    finally:
-        rules.strategy.end(state)
-
-
-def _plan(
-    queue: Iterable[Batchable], now_ns: int, rules: BatchRules, grow: bool, state: Any
-) -> Plan:
-    """`plan_batch` with the state of the model's strategy."""
-    delay_ns, signature, strategy = rules.delay_ns, rules.signature, rules.strategy
-    count = total = best_count = best_total = 0
-    oldest_ns = first_signature = None
-    send_now = False
-    for request in queue:
-        elements = request.batch_size or 1
-        if count:
-            if total + elements > rules.max_preferred and not best_count:
-                best_count, best_total = count, total
-            if (
-                total + elements > rules.max_batch
-                or (signature is not None and signature(request) != first_signature)
-                or (strategy is not None and not strategy.includes(request, state))
-            ):
-                # Strictly first in, first out: a request that does not fit is never skipped.
-                send_now = True
-                break
-        else:
-            if signature is not None:
-                first_signature = signature(request)
-            if strategy is not None:  # asked about the first one too, which is always taken
-                strategy.includes(request, state)
-        count += 1
-        total += elements
-        if oldest_ns is None or request.queue_ns < oldest_ns:
-            oldest_ns = request.queue_ns
-        if total in rules.preferred:
-            best_count, best_total = count, total
-        if total >= rules.max_batch or (not delay_ns and total >= rules.max_preferred):
-            break
-    if oldest_ns is None:
+    strategy = rules.strategy
+    if strategy is None:
+        gathered = _gather(queue, rules, None)
+    else:
+        state = strategy.begin()
+        try:
+            gathered = _gather(queue, rules, lambda request: strategy.includes(request, state))
+        finally:
+            strategy.end(state)
+    count, total, preferred_count, preferred_total, oldest_ns, full = gathered
+    if not count:
         return NOTHING
+    delay_ns = rules.delay_ns
     expired = delay_ns > 0 and now_ns - oldest_ns >= delay_ns
-    if best_count and not expired:
-        if grow and delay_ns:
-            return Plan(count, total, True, 0)
-        return Plan(best_count, best_total, True, 0)
-    if send_now or total >= rules.max_preferred:
+    if preferred_count and not expired:
+        if not (grow and delay_ns):
+            return Plan(preferred_count, preferred_total, True, 0)
+        full = True
+    if full or total >= rules.max_preferred:
         return Plan(count, total, True, 0)
     if expired or not delay_ns:
         return Plan(count, total, False, 0)
     return Plan(0, 0, False, oldest_ns + delay_ns)
+
+
+def _gather(
+    queue: Iterable[Batchable], rules: BatchRules, includes: Callable[[Batchable], bool] | None
+) -> tuple[int, int, int, int, int, bool]:
+    """The longest batch that may be made of the head of the queue, whatever the time is.
+
+    Returns:
+        Requests and batch elements; those of the batch of a preferred size in it, 0 for none;
+        the time of the oldest request; whether the next request must not join.
+    """
+    signature = rules.signature
+    count = total = preferred_count = preferred_total = oldest_ns = 0
+    first = None
+    for request in queue:
+        size = total + (request.batch_size or 1)
+        if not count:
+            oldest_ns = request.queue_ns
+            if signature is not None:
+                first = signature(request)
+            if includes is not None:  # asked about the first one too, which is always taken
+                includes(request)
+        elif (
+            size > rules.max_batch
+            or (signature is not None and signature(request) != first)
+            or (includes is not None and not includes(request))
+        ):
+            # Strictly first in, first out: a request that does not fit is never skipped.
+            return count, total, preferred_count, preferred_total, oldest_ns, True
+        elif size > rules.max_preferred and not preferred_count:
+            preferred_count, preferred_total = count, total
+        if request.queue_ns < oldest_ns:
+            oldest_ns = request.queue_ns
+        count += 1
+        total = size
+        if total in rules.preferred:
+            preferred_count, preferred_total = count, total
+        if total >= rules.enough:
+            break
+    return count, total, preferred_count, preferred_total, oldest_ns, False
 
 
 def batch_signature(config: ModelConfig) -> Signature | None:
