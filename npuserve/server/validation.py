@@ -20,6 +20,7 @@ from npuserve.tensor import ITEM_SIZE, Buffer, Tensor
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from npuserve._proto.model_config_pb2 import ModelInput, ModelOutput
     from npuserve.model_config import ModelConfig
     from npuserve.request import InferenceRequest
 
@@ -49,35 +50,17 @@ class TensorSpec:
     dims: tuple[int, ...]
     reshape: tuple[int, ...] | None = None
     optional: bool = False
-    allow_ragged_batch: bool = False
 
-
-def input_specs(config: ModelConfig) -> dict[str, TensorSpec]:
-    """Specs of the inputs that a client may send, by name, in the order of the configuration."""
-    return {
-        entry.name: TensorSpec(
+    @classmethod
+    def of(cls, entry: ModelInput | ModelOutput, *, optional: bool = False) -> TensorSpec:
+        """The spec of an entry of the configuration's `input` or `output`."""
+        return cls(
             entry.name,
             datatype_name(entry.data_type),
             tuple(entry.dims),
             tuple(entry.reshape.shape) if entry.HasField("reshape") else None,
-            entry.optional,
-            entry.allow_ragged_batch,
+            optional,
         )
-        for entry in config.input
-    }
-
-
-def output_specs(config: ModelConfig) -> dict[str, TensorSpec]:
-    """Specs of the outputs, by name, in the order of the configuration."""
-    return {
-        entry.name: TensorSpec(
-            entry.name,
-            datatype_name(entry.data_type),
-            tuple(entry.dims),
-            tuple(entry.reshape.shape) if entry.HasField("reshape") else None,
-        )
-        for entry in config.output
-    }
 
 
 def request_prefix(request_id: str) -> str:
@@ -95,8 +78,11 @@ class RequestValidator:
     def __init__(self, config: ModelConfig) -> None:
         self._name = config.name
         self._max_batch_size = config.max_batch_size
-        self.inputs = input_specs(config)
-        self.outputs = output_specs(config)
+        # By name, in the order of the configuration.
+        self.inputs = {
+            entry.name: TensorSpec.of(entry, optional=entry.optional) for entry in config.input
+        }
+        self.outputs = {entry.name: TensorSpec.of(entry) for entry in config.output}
         self.output_names = tuple(self.outputs)
         self._required = sum(not spec.optional for spec in self.inputs.values())
         self._reshapes = any(spec.reshape is not None for spec in self.inputs.values())
@@ -114,29 +100,17 @@ class RequestValidator:
         Raises:
             InvalidArgumentError: with Triton's text; the request is unchanged.
         """
-        for name in request.requested_outputs:
-            if name not in self.outputs:
-                raise InvalidArgumentError(
-                    f"unexpected inference output '{name}' for model '{self._name}'"
-                )
-        inputs = request.inputs
-        if not self._required <= len(inputs) <= len(self.inputs) or (
-            self._required < len(self.inputs) and self._missing(inputs)
-        ):
-            self._refuse_count(request)
+        self._check_names(request)
         batch_size = -1
-        known = self._known
-        for tensor in inputs.values():
+        for tensor in request.inputs.values():
             key = (tensor.name, tensor.datatype, tuple(tensor.shape))
-            entry = known.get(key) or self._learn(request, key)
-            size, batch, elements = entry
-            if batch != batch_size:
-                if batch_size >= 0:
-                    raise InvalidArgumentError(
-                        f"{request_prefix(request.id)}input '{tensor.name}' batch size does not "
-                        f"match other inputs for '{self._name}'"
-                    )
-                batch_size = batch
+            size, batch, elements = self._known.get(key) or self._learn(request, key)
+            if batch != batch_size >= 0:
+                raise InvalidArgumentError(
+                    f"{request_prefix(request.id)}input '{tensor.name}' batch size does not "
+                    f"match other inputs for '{self._name}'"
+                )
+            batch_size = batch
             if size < 0:
                 self._check_strings(request, tensor.name, tensor.data, elements)
             elif len(tensor.data) != size:
@@ -151,6 +125,18 @@ class RequestValidator:
         elif not self._strings:
             request.checked = Checked(self, batch_size)
         return batch_size
+
+    def _check_names(self, request: InferenceRequest) -> None:
+        for name in request.requested_outputs:
+            if name not in self.outputs:
+                raise InvalidArgumentError(
+                    f"unexpected inference output '{name}' for model '{self._name}'"
+                )
+        inputs, most = request.inputs, len(self.inputs)
+        if not self._required <= len(inputs) <= most or (
+            self._required < most and self._missing(inputs)
+        ):
+            self._refuse_count(request)
 
     def _missing(self, inputs: dict[str, Tensor]) -> bool:
         # Differs from Triton: it checks only the number, so an optional input sent instead of a
