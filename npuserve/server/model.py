@@ -117,24 +117,9 @@ class Model:
         try:
             self._labels = await asyncio.to_thread(self._read_labels)
             if self.backend is not None:
-                made = await asyncio.to_thread(self.backend.load, self.context)
-                for placement, instance in zip(self.context.placements, made, strict=True):
-                    self.pool.add(placement, instance)
-                await self.pool.initialize()
+                await self._start_instances(self.backend)
             configure_pool(self.pool, self.config)
-            self._scheduler = create_scheduler(
-                SchedulerContext(
-                    name=self.name,
-                    version=self.version,
-                    config=self.config,
-                    model_dir=self.context.model_dir,
-                    instances=self.pool,
-                    statistics=self.statistics,
-                    clock=services.clock,
-                    lookup=services.model,
-                    cache=services.cache if self.config.response_cache.enable else None,
-                )
-            )
+            self._scheduler = create_scheduler(self._scheduler_context(services))
             await warm_up(self)
         except BaseException:
             await self._free()
@@ -142,6 +127,25 @@ class Model:
         self.pool.on_availability = self._availability_changed
         self.load_seconds = (_now_ns() - begin) / 1e9
         self._accepting = True
+
+    async def _start_instances(self, backend: Backend) -> None:
+        made = await asyncio.to_thread(backend.load, self.context)
+        for placement, instance in zip(self.context.placements, made, strict=True):
+            self.pool.add(placement, instance)
+        await self.pool.initialize()
+
+    def _scheduler_context(self, services: Any) -> SchedulerContext:
+        return SchedulerContext(
+            name=self.name,
+            version=self.version,
+            config=self.config,
+            model_dir=self.context.model_dir,
+            instances=self.pool,
+            statistics=self.statistics,
+            clock=services.clock,
+            lookup=services.model,
+            cache=services.cache if self.config.response_cache.enable else None,
+        )
 
     def accept(self, request: InferenceRequest) -> None:
         """Validate the request and queue it; from here the scheduler owns it.

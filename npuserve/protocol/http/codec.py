@@ -5,7 +5,7 @@ Knows no socket and no server. Shared-memory regions come in as callables.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from npuserve.errors import InvalidArgumentError
@@ -43,6 +43,8 @@ class Output(NamedTuple):
     classification: int = 0
     region: tuple[str, int, int] | None = None
 
+
+_NO_ID = "[request id: <id_unknown>] "
 
 _JSON_OUTPUT = Output()
 _BINARY_OUTPUT = Output(binary=True)
@@ -103,23 +105,10 @@ def decode_infer(
     request_id = document.get("id")
     if request_id is not None:
         message.id = text(request_id, "id")
-    parameters = document.get("parameters", message.parameters)
-    if type(parameters) is not dict:
-        raise InvalidArgumentError(
-            "failed to get request params.: attempt to get members for non-object"
-        )
-    if parameters:
-        _decode_parameters(message, parameters)
+    if "parameters" in document:
+        _decode_parameters(message, document["parameters"])
     source = _InputSource(memoryview(binary), model_name, read_region)
-    for entry in objects(document["inputs"], "inputs"):
-        tensor = source.decode(entry)
-        if tensor.name in message.inputs:
-            raise InvalidArgumentError(
-                f"[request id: {message.id or '<id_unknown>'}] "
-                f"input '{tensor.name}' already exists in request"
-            )
-        message.inputs[tensor.name] = tensor
-    source.finish()
+    message.inputs = source.decode(objects(document["inputs"], "inputs"), message.id)
     for entry in objects(document.get("outputs") or [], "outputs"):
         message.outputs[text_member(entry, "name")] = _decode_output(entry)
     return message
@@ -136,7 +125,24 @@ class _InputSource:
         self._read_region = read_region
         self._offset = 0
 
-    def decode(self, entry: dict[str, Any]) -> Tensor:
+    def decode(self, entries: Iterable[dict[str, Any]], request_id: str) -> dict[str, Tensor]:
+        """All inputs of a request, by name; every byte of the binary data is some input's."""
+        inputs: dict[str, Tensor] = {}
+        for entry in entries:
+            tensor = self._tensor(entry)
+            if tensor.name in inputs:
+                raise InvalidArgumentError(
+                    f"[request id: {request_id or '<id_unknown>'}] "
+                    f"input '{tensor.name}' already exists in request"
+                )
+            inputs[tensor.name] = tensor
+        if self._offset != len(self._binary):
+            raise InvalidArgumentError(
+                f"unexpected additional input data for model '{self._model_name}'"
+            )
+        return inputs
+
+    def _tensor(self, entry: dict[str, Any]) -> Tensor:
         parameters = entry.get("parameters")
         if type(parameters) is not dict:
             parameters = {}
@@ -163,13 +169,6 @@ class _InputSource:
                 f"additional bytes for model '{self._model_name}'"
             )
         return self._binary[start:end]
-
-    def finish(self) -> None:
-        """Refuse data that no input claimed."""
-        if self._offset != len(self._binary):
-            raise InvalidArgumentError(
-                f"unexpected additional input data for model '{self._model_name}'"
-            )
 
 
 def _ambiguous_source(data: Any, size: Any, region: Any) -> InvalidArgumentError:
@@ -208,8 +207,12 @@ def _region(parameters: dict[str, Any]) -> tuple[str, int, int]:
     )
 
 
-def _decode_parameters(message: InferMessage, parameters: dict[str, Any]) -> None:
+def _decode_parameters(message: InferMessage, parameters: Any) -> None:
     """Split the request's parameters into those with a meaning and custom ones."""
+    if type(parameters) is not dict:
+        raise InvalidArgumentError(
+            "failed to get request params.: attempt to get members for non-object"
+        )
     custom = message.parameters
     for key, value in parameters.items():
         if key == "sequence_id":
@@ -263,26 +266,25 @@ def decode_raw(
     Raises:
         InvalidArgumentError: the input cannot be deduced.
     """
-    prefix = "[request id: <id_unknown>] "
     if len(input_specs) != 1:
         raise InvalidArgumentError(
-            f"{prefix}Raw request must only have 1 input (found 1) to be deduced but got "
+            f"{_NO_ID}Raw request must only have 1 input (found 1) to be deduced but got "
             f"{len(input_specs)} inputs in '{model_name}' model configuration"
         )
     ((name, (datatype, dims)),) = input_specs.items()
-    shape = list(dims)
     if datatype == "BYTES":
+        shape = list(dims)
         if shape != [1]:
             raise InvalidArgumentError(
-                f"{prefix}For BYTE datatype raw input '{name}', the model must have input shape [1]"
+                f"{_NO_ID}For BYTE datatype raw input '{name}', the model must have input shape [1]"
             )
         body = pack_elements([bytes(body)])
     else:
-        _deduce_variable_dim(shape, len(body) // ITEM_SIZE[datatype], prefix, name)
+        shape = _raw_shape(name, dims, len(body) // ITEM_SIZE[datatype])
         expected = element_count(shape) * ITEM_SIZE[datatype]
         if expected != len(body):
             raise InvalidArgumentError(
-                f"{prefix}input byte size mismatch for input 'raw_input' for model "
+                f"{_NO_ID}input byte size mismatch for input 'raw_input' for model "
                 f"'{model_name}'. Expected {expected}, got {len(body)}"
             )
     message = InferMessage()
@@ -291,16 +293,16 @@ def decode_raw(
     return message
 
 
-def _deduce_variable_dim(shape: list[int], elements: int, prefix: str, name: str) -> None:
-    variable = [index for index, dim in enumerate(shape) if dim == -1]
-    if len(variable) > 1:
+def _raw_shape(name: str, dims: Sequence[int], elements: int) -> list[int]:
+    """The dims of so many elements; the variable one, of which there may be one, is deduced."""
+    fixed = [dim for dim in dims if dim != -1]
+    if len(dims) - len(fixed) > 1:
         raise InvalidArgumentError(
-            f"{prefix}The shape of the raw input '{name}' can not be deduced because there are "
+            f"{_NO_ID}The shape of the raw input '{name}' can not be deduced because there are "
             "more than one variable-sized dimension"
         )
-    for index in variable:
-        fixed = element_count(dim for dim in shape if dim != -1)
-        shape[index] = elements // fixed if fixed else 0
+    variable = elements // (element_count(fixed) or 1)
+    return [variable if dim == -1 else dim for dim in dims]
 
 
 # ----------------------------------------------------------------- responses
@@ -342,8 +344,7 @@ def encode_infer(
         output = message.output(tensor.name)
         if output is None:
             continue
-        if output.classification:
-            classes = output.classification
+        if classes := output.classification:
             tensor = classify(tensor, classes, labels(tensor.name), batched=batched)
         entry: dict[str, Any] = {
             "name": tensor.name,
@@ -358,10 +359,14 @@ def encode_infer(
             slices[tensor.name].write(tensor.name, tensor.data)
         else:
             entry["data"] = json_data(json_values(tensor))
-    head: dict[str, Any] = {"id": message.id} if message.id else {}
-    head["model_name"] = response.model_name
-    head["model_version"] = response.model_version
+    return dump_json(_reply(response, message.id, entries)), blobs
+
+
+def _reply(response: InferenceResponse, request_id: str, outputs: list[Any]) -> dict[str, Any]:
+    reply: dict[str, Any] = {"id": request_id} if request_id else {}
+    reply["model_name"] = response.model_name
+    reply["model_version"] = response.model_version
     if response.parameters:
-        head["parameters"] = response.parameters
-    head["outputs"] = entries
-    return dump_json(head), blobs
+        reply["parameters"] = response.parameters
+    reply["outputs"] = outputs
+    return reply
