@@ -66,30 +66,29 @@ class Entry:
             runtime.check_process()
             with runtime.lock:
                 runtime.strike(self.name, self.can_fail)
-                result, until_ns, failure = self._work(runtime, arguments)
-            if until_ns is not None:
-                runtime.clock.wait_until(until_ns, self.hold)
-            if failure is not None:
-                raise failure
+                pending = self._work(runtime, arguments)
+            if pending.until_ns:
+                runtime.clock.wait_until(pending.until_ns, self.hold)
+            if pending.then is not None:
+                pending.then()
+            if pending.failure is not None:
+                raise pending.failure
         except RefusedError as error:
             runtime.remember_error(error)
             if self.failure is None:
                 return self.bare
             return (*self.failure, error.code) if self.failure else error.code
         if self.failure is None:
-            return result
-        return (*result, 0) if self.failure else 0
+            return pending.result
+        return (*pending.result, 0) if self.failure else 0
 
-    def _work(
-        self, runtime: Runtime, arguments: list[Any]
-    ) -> tuple[Any, int | None, RefusedError | None]:
-        """(result, until when to wait, failure to report after the wait)."""
+    def _work(self, runtime: Runtime, arguments: list[Any]) -> Pending:
         result = self.function(runtime, *arguments)
         if isinstance(result, Pending):
-            return result.result, result.until_ns, result.failure
+            return result
         if self.failure is not None and not isinstance(result, tuple):
             result = (result,)
-        return result, None, None
+        return Pending(result=result)
 
     def _parse(self, args: tuple[Any, ...]) -> list[Any]:
         letters = self.letters
@@ -124,14 +123,24 @@ class Entry:
 
 
 class Pending:
-    """A result the caller gets after some (modelled) time."""
+    """A result the caller gets after some (modelled) time.
+
+    Args:
+        until_ns: when.
+        failure: what to report then.
+        result: as a function without waiting returns it.
+        then: called after the wait, without the simulator's lock; may wait for other threads and
+            raise RefusedError.
+    """
 
     def __init__(
-        self, until_ns: int, failure: RefusedError | None = None, result: Any = ()
-    ) -> None:
+        self, until_ns: int = 0, failure: RefusedError | None = None, result: Any = (),
+        then: Callable[[], None] | None = None,
+    ) -> None:  # fmt: skip
         self.until_ns = until_ns
         self.failure = failure
         self.result = result
+        self.then = then
 
 
 ENTRIES: dict[str, Entry] = {}

@@ -20,6 +20,14 @@ COMPUTE = "compute"
 UPLOAD = "copy to device"
 DOWNLOAD = "copy to host"
 ON_DEVICE = "copy on device"
+# Hardware for pictures and video.
+VPC = "image processing"
+JPEGD = "JPEG decoder"
+JPEGE = "JPEG encoder"
+PNGD = "PNG decoder"
+VDEC = "video decoder"
+VENC = "video encoder"
+_ENGINES = (COMPUTE, UPLOAD, DOWNLOAD, ON_DEVICE, VPC, JPEGD, JPEGE, PNGD, VDEC, VENC)
 
 _TRACE_LENGTH = 200_000
 
@@ -59,7 +67,7 @@ class Card:
         self.core_limits: dict[int, int] = {}
         self.trace: deque[Span] = deque(maxlen=_TRACE_LENGTH)
         self.busy_ns = 0
-        self._free_at = dict.fromkeys((COMPUTE, UPLOAD, DOWNLOAD, ON_DEVICE), 0)
+        self._free_at = dict.fromkeys(_ENGINES, 0)
 
     def occupy(self, engine: str, stream: int, name: str, ready_ns: int, duration_ns: int) -> int:
         """Take an engine as soon as it is free; the end of the task, ns."""
@@ -90,6 +98,7 @@ class Stream:
         self.end_ns = 0
         self.last: Task | None = None
         self.error: RefusedError | None = None
+        self.complaint: RefusedError | None = None  # of one task; told once
         self.pending_wait: Task | None = None
         self.callback_thread: int | None = None
         self.core_limits: dict[int, int] = {}
@@ -150,10 +159,10 @@ class Stream:
         while self.tasks and self.tasks[0].end_ns <= now_ns:
             self.advance(self.tasks[0])
 
-    @property
-    def failure(self) -> RefusedError | None:
+    def take_failure(self) -> RefusedError | None:
         """What a synchronisation of this stream reports."""
-        return self.error or self.context.error
+        complaint, self.complaint = self.complaint, None
+        return self.error or self.context.error or complaint
 
 
 @dataclass(eq=False)

@@ -313,7 +313,7 @@ def execute(runtime: Runtime, model_id: int, inputs: int, outputs: int) -> Pendi
     execution = _check(runtime, model_id, inputs, outputs, stream)
     end = _queue(runtime, execution, stream)
     stream.advance(None)
-    return Pending(end, stream.failure)
+    return Pending(end, stream.take_failure())
 
 
 @entry("acl.mdl.execute_v2", "ikkkk", hold=True)
@@ -326,7 +326,7 @@ def execute_v2(
     execution = _check(runtime, model_id, inputs, outputs, stream)
     end = _queue(runtime, execution, stream)
     stream.advance(None)
-    return Pending(end, stream.failure)
+    return Pending(end, stream.take_failure())
 
 
 @entry("acl.mdl.execute_async", "ikkk")

@@ -38,6 +38,7 @@ class Block:
         data: uint8 content of `size` bytes.
         call: what made it.
         device: card, -1 for host memory.
+        dvpp: memory for the media hardware, which only `dvpp_free` takes back.
     """
 
     address: int
@@ -46,6 +47,7 @@ class Block:
     data: NDArray[np.uint8] = field(repr=False)
     call: str
     device: int
+    dvpp: bool = False
 
 
 class AddressMap:
@@ -89,7 +91,7 @@ class DeviceMemory:
         self.blocks = AddressMap()
         self._next = _DEVICE_BASE + device * _DEVICE_SPACE
 
-    def allocate(self, size: int, call: str) -> int:
+    def allocate(self, size: int, call: str, dvpp: bool = False) -> int:
         """Device address of a new block; content is noise, as on a card."""
         if size <= 0:
             raise RefusedError(_BAD_PARAMETER, f"{call}: size must be positive")
@@ -104,17 +106,20 @@ class DeviceMemory:
         self._next += (charged + 127) // 64 * 64
         # Large blocks are left to the system, which takes memory only for what is touched.
         data = np.full(size, 0xA5, np.uint8) if size <= 1 << 20 else np.empty(size, np.uint8)
-        self.blocks.add(Block(address, size, charged, data, call, self.device))
+        self.blocks.add(Block(address, size, charged, data, call, self.device, dvpp))
         self.used += charged
         return address
 
-    def free(self, address: int) -> None:
-        """Give a block back."""
-        block = self.blocks.pop(address)
-        if block is None:
+    def free(self, address: int, dvpp: bool = False) -> None:
+        """Give a block back to what it came from."""
+        block = self.blocks.find(address)
+        if block is None or block.address != address:
             raise RefusedError(
                 _BAD_PARAMETER, f"address {address:#x} is not allocated (freed twice?)"
             )
+        if block.dvpp is not dvpp:
+            raise RefusedError(_BAD_PARAMETER, f"memory of {block.call} is freed otherwise")
+        self.blocks.pop(address)
         self.used -= block.charged
 
 

@@ -11,6 +11,10 @@ from npuserve.testing.simulator import (
     mdl_describe,
     mdl_load,
     mdl_run,
+    media_desc,
+    media_image,
+    media_jpeg,
+    media_video,
     op_run,
     rt_device,
     rt_memory,
@@ -35,6 +39,10 @@ _PARTS = (
     mdl_run,
     op_run,
     blas,
+    media_desc,
+    media_image,
+    media_jpeg,
+    media_video,
     util,
 )
 

@@ -124,7 +124,7 @@ def synchronize_device(runtime: Runtime) -> Pending:
     ]
     for stream in streams:
         stream.advance(None)
-    failures = [stream.failure for stream in streams if stream.failure is not None]
+    failures = [failure for stream in streams if (failure := stream.take_failure()) is not None]
     return Pending(max(stream.end_ns for stream in streams), failures[0] if failures else None)
 
 

@@ -169,7 +169,7 @@ def memcpy_async(
     host_side = source if to_device else destination
     if not (to_device and from_device) and not runtime.host.is_pinned(host_side):
         stream.advance(task)
-        return Pending(task.end_ns, stream.failure)
+        return Pending(task.end_ns, stream.take_failure())
     return None
 
 

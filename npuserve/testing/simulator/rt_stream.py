@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from npuserve.testing.simulator.binding import Pending, bare, entry
-from npuserve.testing.simulator.device import Event, Stream
+from npuserve.testing.simulator.device import Event, Stream, Task
 from npuserve.testing.simulator.faults import RefusedError
+from npuserve.testing.simulator.runtime import current
 
 if TYPE_CHECKING:
     from npuserve.testing.simulator.runtime import Runtime
@@ -113,7 +115,7 @@ def synchronize_stream(runtime: Runtime, handle: int) -> Pending:
     """Wait for a stream."""
     stream = runtime.stream(handle)
     stream.advance(None)
-    return Pending(stream.end_ns, stream.failure)
+    return Pending(stream.end_ns, stream.take_failure())
 
 
 @entry("acl.rt.synchronize_stream_with_timeout", "ko")
@@ -131,8 +133,9 @@ def stream_query(runtime: Runtime, handle: int) -> int:
     """0: everything is done, 1: not yet."""
     stream = runtime.stream(handle)
     stream.advance_to(runtime.clock.now_ns())
-    if stream.failure is not None:
-        raise stream.failure
+    failure = stream.take_failure()
+    if failure is not None:
+        raise failure
     return 1 if stream.tasks else 0
 
 
@@ -175,7 +178,7 @@ def synchronize_event(runtime: Runtime, handle: int) -> Pending:
     if task is None:
         return Pending(0)
     task.stream.advance(task)
-    return Pending(task.end_ns, task.stream.failure)
+    return Pending(task.end_ns, task.stream.take_failure())
 
 
 @entry("acl.rt.synchronize_event_with_timeout", "ko")
@@ -209,21 +212,52 @@ def stream_wait_event(runtime: Runtime, handle: int, event_handle: int) -> None:
 # Callbacks.
 
 
-class CallbackThread:
-    """What waits for a thread that calls `process_report`."""
+@dataclass(eq=False)
+class Report:
+    """A call that a callback thread is to make when its task is over."""
 
-    def __init__(self) -> None:
-        self.reports: queue.SimpleQueue[tuple[Callable[[Any], Any], Any]] = queue.SimpleQueue()
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    task: Task
+    is_due: bool = False
+    made: threading.Event = field(default_factory=threading.Event)
 
 
-_callback_threads: dict[int, CallbackThread] = {}
+_reports: dict[int, queue.SimpleQueue[Report]] = {}  # by subscribed thread
+
+
+def subscribe(thread_id: int, stream: Stream) -> None:
+    """Let a thread make the calls of a stream."""
+    _reports.setdefault(thread_id, queue.SimpleQueue())
+    stream.callback_thread = thread_id
+
+
+def unsubscribe(stream: Stream, others: Iterable[Stream]) -> None:
+    """Take that back; `others` are all streams."""
+    thread_id, stream.callback_thread = stream.callback_thread, None
+    if thread_id is not None and all(other.callback_thread != thread_id for other in others):
+        _reports.pop(thread_id, None)
+
+
+def queue_report(
+    stream: Stream, now_ns: int, function: Callable[..., Any], *arguments: Any
+) -> Report:
+    """Queue a call that the stream's thread makes when the stream gets there."""
+    if stream.callback_thread is None:
+        raise RefusedError(107015, "no thread is subscribed to the stream")
+
+    def become_due() -> None:
+        report.is_due = True
+
+    report = Report(function, arguments, stream.mark(now_ns, become_due))
+    _reports[stream.callback_thread].put(report)
+    return report
 
 
 @entry("acl.rt.subscribe_report", "kk")
 def subscribe_report(runtime: Runtime, thread_id: int, handle: int) -> None:
     """Name the thread that runs a stream's callbacks."""
-    _callback_threads.setdefault(thread_id, CallbackThread())
-    runtime.stream(handle).callback_thread = thread_id
+    subscribe(thread_id, runtime.stream(handle))
 
 
 @entry("acl.rt.unsubscribe_report", "kk")
@@ -232,12 +266,7 @@ def unsubscribe_report(runtime: Runtime, thread_id: int, handle: int) -> None:
     stream = runtime.stream(handle)
     if stream.callback_thread != thread_id:
         raise RefusedError(107015, "the thread is not subscribed to the stream")
-    stream.callback_thread = None
-    if not any(
-        isinstance(other, Stream) and other.callback_thread == thread_id
-        for other in runtime.objects.values()
-    ):
-        _callback_threads.pop(thread_id, None)
+    unsubscribe(stream, runtime.streams())
 
 
 @entry("acl.rt.launch_callback", "ooik")
@@ -245,24 +274,32 @@ def launch_callback(
     runtime: Runtime, function: Callable[[Any], Any], data: Any, block: int, handle: int
 ) -> None:
     """Queue a call that the subscribed thread makes when the stream gets there."""
-    stream = runtime.stream(handle)
-    if stream.callback_thread is None:
-        raise RefusedError(107015, "no thread is subscribed to the stream")
-    reports = _callback_threads[stream.callback_thread].reports
-    stream.mark(runtime.clock.now_ns(), lambda: reports.put((function, data)))
+    queue_report(runtime.stream(handle), runtime.clock.now_ns(), function, data)
 
 
 def process_report(timeout_ms: int) -> int:
-    """Run one waiting callback in the calling thread; 107019 when none comes in time."""
-    subscribed = _callback_threads.get(threading.get_ident())
+    """Run one waiting callback in the calling thread; 107019 when none comes in time.
+
+    One that is on its way is waited for.
+    """
+    reports = _reports.get(threading.get_ident())
+    if reports is None:
+        return 107015
     try:
-        if subscribed is None:
-            return 107015
-        timeout = None if timeout_ms < 0 else timeout_ms / 1000
-        function, data = subscribed.reports.get(timeout=timeout)
+        report = reports.get(timeout=None if timeout_ms < 0 else timeout_ms / 1000)
     except queue.Empty:
         return 107019
-    function(data)
+    runtime = current()
+    runtime.clock.enter()
+    runtime.clock.wait_until(report.task.end_ns)
+    with runtime.lock:
+        report.task.stream.advance(report.task)
+    runtime.clock.leave()
+    try:
+        if report.is_due:  # else its stream was aborted, or its context is poisoned
+            report.function(*report.arguments)
+    finally:
+        report.made.set()
     return 0
 
 

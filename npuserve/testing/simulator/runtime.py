@@ -189,6 +189,12 @@ class Runtime:
             raise RefusedError(107003, "the stream belongs to another context")
         return stream
 
+    def streams(self) -> list[Stream]:
+        """All streams there are, default ones included."""
+        contexts = [card.default_context for card in self.cards]
+        contexts += [value for value in self.objects.values() if isinstance(value, Context)]
+        return [stream for context in contexts if context for stream in context.all_streams]
+
     def event(self, handle: int) -> Event:
         """An event."""
         return self.find(handle, Event, _BAD_HANDLE)
