@@ -15,6 +15,7 @@ that the simulated `atc` makes; onnxruntime executes them.
     memory.py     device and host        the functions of `acl`
     device.py     engines, streams     om_file.py engine.py   the model file and running it
     op_file.py op_kernels.py op_run.py blas.py   single operators and the functions for them
+    media_*.py pictures.py image_files.py video_stream.py   `acl.media`: pictures and video
     runtime.py    a process's state    atc*.py npu_smi.py ais_bench.py   the other stand-ins
     telemetry.py  numbers for npu-smi
 """

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import json
 import threading
 import warnings
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,10 +18,13 @@ from npuserve.testing.simulator.module import function_names
 from npuserve.testing.simulator.runtime import Runtime
 from tests.testing.simulator.conftest import Loaded
 
-# Calls of the inference samples in Ascend/samples (python/), of the tools built on pyACL (msit,
-# ais_bench) and of the API reference's examples. Not simulated: acl.media and acl.himpi (image and
-# video hardware), acl.prof, acl.fv.
-SAMPLE_CALLS = [
+# The 75 files of Ascend/samples that call pyACL, in groups with the same calls ("acl." left out).
+SAMPLE_FILES: list[dict[str, list[str]]] = json.loads(
+    Path(__file__).with_name("public_samples.json").read_text()
+)
+
+# Calls of the tools built on pyACL (msit, ais_bench) and of the API reference's examples.
+TOOL_CALLS = [
     "acl.init",
     "acl.finalize",
     "acl.get_soc_name",
@@ -160,14 +165,38 @@ SAMPLE_CALLS = [
 X = np.arange(6, dtype=np.float32).reshape(2, 3)
 
 
-@pytest.mark.parametrize("name", SAMPLE_CALLS)
-def test_calls_of_the_public_samples_are_there(acl: Any, name: str) -> None:
+def assert_is_there(acl: Any, name: str) -> None:
     """Registered, and reachable as an attribute of the module."""
     assert name in function_names()
     target = acl
     for part in name.split(".")[1:]:
         target = getattr(target, part)
     assert callable(target)
+
+
+@pytest.mark.parametrize("name", TOOL_CALLS)
+def test_calls_of_the_tools_are_there(acl: Any, name: str) -> None:
+    """One name each."""
+    assert_is_there(acl, name)
+
+
+@pytest.mark.parametrize(
+    ("file", "calls"),
+    [(file, group["calls"]) for group in SAMPLE_FILES for file in group["files"]],
+)
+def test_calls_of_a_public_sample_are_there(acl: Any, file: str, calls: list[str]) -> None:
+    """All that one file calls."""
+    assert calls
+    for name in calls:
+        assert_is_there(acl, f"acl.{name}")
+
+
+def test_all_public_samples_are_listed() -> None:
+    """As many as the README says."""
+    files = [file for group in SAMPLE_FILES for file in group["files"]]
+    assert len(files) == len(set(files)) == 75
+    readme = Path(__file__).parents[3] / "README.md"
+    assert "all calls of the 75 files" in readme.read_text()
 
 
 def test_synchronous_sample_with_bytes(acl: Any, machine: Runtime, static_om: str) -> None:
