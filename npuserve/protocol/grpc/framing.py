@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from npuserve.buffer_pool import LARGE_TENSOR_BYTES
 from npuserve.protocol.grpc.codec import MAX_MESSAGE_BYTES, Parts
+from npuserve.protocol.inflate import TooLargeError, inflate
 
 if TYPE_CHECKING:
     from npuserve.tensor import Buffer
@@ -173,7 +174,7 @@ class MessageReader:
             )
 
 
-def decompress(data: Buffer, encoding: str, max_bytes: int = MAX_MESSAGE_BYTES) -> bytes:
+def decompress(data: Buffer, encoding: str, max_bytes: int = MAX_MESSAGE_BYTES) -> Buffer:
     """A message as it was before `grpc-encoding`.
 
     Raises:
@@ -183,19 +184,14 @@ def decompress(data: Buffer, encoding: str, max_bytes: int = MAX_MESSAGE_BYTES) 
         raise FramingError(
             GrpcStatus.UNIMPLEMENTED, f"Message encoding '{encoding}' is not supported"
         )
-    inflater = zlib.decompressobj(_WINDOW_BITS[encoding])
     try:
-        plain = inflater.decompress(data, max_bytes)
+        return inflate(data, _WINDOW_BITS[encoding], max_bytes)
     except zlib.error as error:
         raise FramingError(GrpcStatus.INTERNAL, f"damaged {encoding} message: {error}") from error
-    if inflater.unconsumed_tail:
+    except TooLargeError as error:
         raise FramingError(
-            GrpcStatus.RESOURCE_EXHAUSTED,
-            f"Decompressed message larger than max ({max_bytes})",
-        )
-    if not inflater.eof:
-        raise FramingError(GrpcStatus.INTERNAL, f"damaged {encoding} message: it is cut off")
-    return plain
+            GrpcStatus.RESOURCE_EXHAUSTED, f"Decompressed message larger than max ({max_bytes})"
+        ) from error
 
 
 def gzip_compress(parts: Parts, level: int) -> bytes:

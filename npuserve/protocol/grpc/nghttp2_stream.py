@@ -296,12 +296,12 @@ class Stream:
                 work = self._connection.loop.run_in_executor(None, self._inflate, message)
                 work.add_done_callback(self._inflated)
 
-    def _inflate(self, message: Buffer) -> bytes:
+    def _inflate(self, message: Buffer) -> Buffer:
         """A message as it was before its compression; any thread."""
         encoding = self._headers.get(b"grpc-encoding", b"identity").decode("latin-1")
         return framing.decompress(message, encoding, self._connection.max_message_bytes)
 
-    def _inflated(self, work: asyncio.Future[bytes]) -> None:
+    def _inflated(self, work: asyncio.Future[Buffer]) -> None:
         self._inflating = False
         try:
             self._message(work.result())

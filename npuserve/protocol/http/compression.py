@@ -6,6 +6,7 @@ import zlib
 from typing import TYPE_CHECKING
 
 from npuserve.errors import InvalidArgumentError, UnsupportedError
+from npuserve.protocol.inflate import TooLargeError, inflate
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -27,26 +28,22 @@ def check_encoding(encoding: str) -> None:
         raise UnsupportedError("Unsupported compression type")
 
 
-def decompress(data: Buffer, encoding: str, limit: int) -> bytes:
+def decompress(data: Buffer, encoding: str, limit: int) -> Buffer:
     """The plain body of a compressed request.
 
     Raises:
         InvalidArgumentError: corrupt or cut off, or more than `limit` bytes.
     """
-    stream = zlib.decompressobj(_WINDOW[encoding])
     try:
-        plain = stream.decompress(data, limit + 1)
+        return inflate(data, _WINDOW[encoding], limit)
     except zlib.error as error:
         # Differs from Triton: it takes garbage for an empty body.
         raise InvalidArgumentError(f"failed to decompress {encoding} request: {error}") from error
-    if len(plain) > limit:
+    except TooLargeError as error:
         raise InvalidArgumentError(
             f"Decompressed data size exceeds the maximum allowed value of {limit} bytes. "
             "Use --http-max-input-size to increase the limit."
-        )
-    if not stream.eof:
-        raise InvalidArgumentError(f"failed to decompress {encoding} request: data are cut off")
-    return plain
+        ) from error
 
 
 def compress(parts: Iterable[Buffer], encoding: str) -> list[Buffer]:

@@ -166,11 +166,12 @@ class InferCall:
             self._submit(message, message.inputs)
             return
         view = memoryview(body)
-        text, binary = view[:length], view[length:]
+        binary = view[length:]
         if length < LARGE_DATA_BYTES:
-            self._parse_text(text.tobytes(), binary)
+            self._parse_text(view[:length].tobytes(), binary)
         else:
             self._check_size(f"request JSON size of {length} bytes", length)
+            text = view[:length] if binary else body
             self._in_thread(parse_large_json, text, then=lambda value: self._decode(value, binary))
 
     def _parse_text(self, text: bytes, binary: memoryview) -> None:

@@ -43,7 +43,8 @@ def parse_large_json(text: Buffer) -> Any:
     Raises:
         InvalidArgumentError: malformed text.
     """
-    document = bytes(text)
+    # Not copied where that can be avoided: it is large.
+    document = bytes(text) if isinstance(text, memoryview) else text
     try:
         skeleton, arrays = _cut_out_arrays(document)
         value = orjson.loads(skeleton)
@@ -53,10 +54,10 @@ def parse_large_json(text: Buffer) -> Any:
     return value
 
 
-def _cut_out_arrays(document: bytes) -> tuple[bytes, list[NDArray[Any]]]:
+def _cut_out_arrays(document: bytes | bytearray) -> tuple[bytes, list[NDArray[Any]]]:
     """The document with an empty object in place of each large array of numbers."""
     arrays: list[NDArray[Any]] = []
-    kept: list[bytes] = []
+    kept: list[bytes | bytearray] = []
     done = 0
     while (key := _DATA_KEY.search(document, done)) is not None:
         start = key.end()
@@ -73,7 +74,7 @@ def _cut_out_arrays(document: bytes) -> tuple[bytes, list[NDArray[Any]]]:
     return b"".join(kept), arrays
 
 
-def _end_of_numbers(document: bytes, start: int) -> int:
+def _end_of_numbers(document: bytes | bytearray, start: int) -> int:
     """Where the array that begins at `start` ends, if it holds nothing but numbers."""
     position = start
     while position < len(document):
@@ -87,7 +88,7 @@ def _end_of_numbers(document: bytes, start: int) -> int:
     return max(end, start + 1)
 
 
-def _parse_numbers(text: bytes) -> NDArray[Any]:
+def _parse_numbers(text: bytes | bytearray) -> NDArray[Any]:
     """The numbers of one array, nested in any way."""
     pieces: list[NDArray[Any]] = []
     depth, position = 0, 0
@@ -103,8 +104,8 @@ def _parse_numbers(text: bytes) -> NDArray[Any]:
     return _join(pieces)
 
 
-def _parse_piece(piece: bytes) -> NDArray[Any]:
-    numbers = orjson.loads(b"[%b]" % piece.translate(None, b"[]"))
+def _parse_piece(piece: bytes | bytearray) -> NDArray[Any]:
+    numbers = orjson.loads(b"[" + piece.translate(None, b"[]") + b"]")
     kinds = set(map(type, numbers))
     if kinds == {int}:
         return np.array(numbers, np.int64 if max(numbers) < 2**63 else np.uint64)
@@ -123,7 +124,7 @@ def _join(pieces: list[NDArray[Any]]) -> NDArray[Any]:
     return np.concatenate(pieces)
 
 
-def _check_brackets(piece: bytes, depth: int, *, last: bool) -> int:
+def _check_brackets(piece: bytes | bytearray, depth: int, *, last: bool) -> int:
     """The nesting depth after this piece, which must not come to zero before the last bracket."""
     if _BROKEN.search(piece):
         raise _UnusualError

@@ -221,7 +221,7 @@ async def test_a_large_compressed_message_does_not_hold_up_the_loop(
     begun, go_on = asyncio.Event(), threading.Event()
     loop, original = asyncio.get_running_loop(), framing.decompress
 
-    def decompress(*arguments: Any) -> bytes:
+    def decompress(*arguments: Any) -> Any:
         loop.call_soon_threadsafe(begun.set)
         go_on.wait()
         return original(*arguments)
