@@ -91,6 +91,8 @@ def _key(onnx: Path, flags: Mapping[str, str], program: Path) -> str:
                 digest.update(block)
     for name, value in sorted(flags.items()):
         digest.update(f"\0{name}={value}".encode())
+        if name == "insert_op_conf" and Path(value).is_file():
+            digest.update(Path(value).read_bytes())
     status = program.stat()  # another CANN is another compiler
     digest.update(f"\0{program}\0{status.st_size}\0{status.st_mtime_ns}".encode())
     return digest.hexdigest()[:32]

@@ -12,8 +12,10 @@ the GE backend for Triton names them:
     [global.|session.|graph.]ge.…   options of the graph engine, see _GE_OPTIONS
     profiling, dump_graph, dump_data   accepted without effect, with a warning
 
-and npuserve's own: `dynamic_batch_size` (gears, "1,2,4"), `cache_dir`, `pipeline_depth`, and
-`atc.<flag>` for any flag of atc.
+and npuserve's own: `dynamic_batch_size` (gears, "1,2,4"), `cache_dir`, `pipeline_depth`,
+`aipp_…` (settings of dynamic AIPP, see acl/aipp.py) and `atc.<flag>` for any flag of atc. The file
+of `atc.insert_op_conf` (AIPP) lies beside the model; clients then send images, as the
+configuration has to say.
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ from itertools import cycle, islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from npuserve.backends.acl.aipp import PREFIX as AIPP_PREFIX
+from npuserve.backends.acl.aipp import aipp_parameters
 from npuserve.backends.acl.library import AclLibrary, load_library
 from npuserve.backends.acl.runner import RunnerOptions
 from npuserve.backends.atc import compile_onnx, default_cache_dir, find_atc
@@ -32,6 +36,7 @@ from npuserve.backends.npu_signature import complete_scheduler, is_complete, ref
 from npuserve.backends.om import positive_number
 from npuserve.backends.onnx_graph import read_signature
 from npuserve.errors import InvalidArgumentError, NotFoundError, UnavailableError
+from npuserve.model_config import datatype_name
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -41,6 +46,7 @@ if TYPE_CHECKING:
 
 _DEFAULT_FILENAME = "model.onnx"
 _MAX_BATCH_GEARS = 100
+_INSERT_OP_CONF = "atc.insert_op_conf"
 
 # Options of the graph engine → flags of atc. Source: GE and ATC user guides of CANN.
 _GE_OPTIONS = {
@@ -80,7 +86,13 @@ class GeBackend(Backend):
             complete_scheduler(context.config)
             return
         default = context.backend_options.get("default-max-batch-size")
-        if merged_parameters(context).get("static_model") == "1":
+        parameters = merged_parameters(context)
+        if _INSERT_OP_CONF in parameters:
+            raise InvalidArgumentError(
+                f"model '{context.name}' has '{_INSERT_OP_CONF}': write all of input and output; "
+                "clients send what AIPP takes, not what the ONNX file does"
+            )
+        if parameters.get("static_model") == "1":
             default = "0"
         complete_config(
             context.config,
@@ -98,13 +110,16 @@ class GeBackend(Backend):
         except UnavailableError as error:
             raise UnavailableError(f"backend '{_name(context)}': {error}") from error
         parameters = merged_parameters(context)
+        aipp = aipp_parameters(parameters)
         warn_of_unknown(context)
         flags = atc_flags(context.config, parameters, path, library)
         cache_dir = Path(parameters.get("cache_dir") or default_cache_dir())
         compiled = compile_onnx(path, flags, cache_dir)
         depth = positive_number(parameters, "pipeline_depth", 2)
         return [
-            NpuInstance(context, compiled, [RunnerOptions(device, depth) for device in devices])
+            NpuInstance(
+                context, compiled, [RunnerOptions(device, depth, aipp=aipp) for device in devices]
+            )
             for devices in assign_devices(context.placements, parameters)
         ]
 
@@ -150,7 +165,9 @@ def warn_of_unknown(context: BackendModelContext) -> None:
         name = _unscoped(key)
         if name in _WITHOUT_EFFECT:
             context.log.warning("parameter '%s' has no effect in npuserve", key)
-        elif not (name in _OWN_PARAMETERS or name in _GE_OPTIONS or name.startswith("atc.")):
+        elif not (
+            name in _OWN_PARAMETERS or name in _GE_OPTIONS or name.startswith(("atc.", AIPP_PREFIX))
+        ):
             context.log.warning("parameter '%s' is unknown to backend ge; it is not used", key)
 
 
@@ -169,6 +186,8 @@ def atc_flags(
     flags |= {
         key.removeprefix("atc."): value for key, value in parameters.items() if key[:4] == "atc."
     }
+    if "insert_op_conf" in flags:
+        flags["insert_op_conf"] = str(path.parent / flags["insert_op_conf"])
     if "soc_version" not in flags:
         flags["soc_version"] = _chip(library)
     if "dynamic_dims" in flags:
@@ -195,7 +214,8 @@ def _chip(library: AclLibrary) -> str:
 
 def _shape_flags(config: ModelConfig, parameters: Mapping[str, str], path: Path) -> dict[str, str]:
     batching = config.max_batch_size > 0
-    shapes = {name: list(dims) for name, dims in _input_dims(config, path).items()}
+    has_aipp = _INSERT_OP_CONF in parameters
+    shapes = {name: list(dims) for name, dims in _input_dims(config, path, has_aipp).items()}
     is_fixed = all(-1 not in dims for dims in shapes.values())
     if parameters.get("static_model") == "1" and (batching or not is_fixed):
         raise InvalidArgumentError(
@@ -216,14 +236,15 @@ def _shape_flags(config: ModelConfig, parameters: Mapping[str, str], path: Path)
     return flags
 
 
-def _input_dims(config: ModelConfig, path: Path) -> dict[str, Sequence[int]]:
+def _input_dims(config: ModelConfig, path: Path, has_aipp: bool) -> dict[str, Sequence[int]]:
     """Dims of the model's inputs without the batch axis: as configured, else as in the file."""
     skip = 1 if config.max_batch_size > 0 else 0
     dims: dict[str, Sequence[int]] = {
         tensor.name: tensor.shape[skip:] for tensor in read_signature(path).inputs
     }
     for entry in config.input:
-        if entry.name in dims:
+        # Images are not of the model's shape: what is behind AIPP is in the file.
+        if entry.name in dims and not (has_aipp and datatype_name(entry.data_type) == "UINT8"):
             shape = entry.reshape.shape if entry.HasField("reshape") else entry.dims
             # A scalar is configured as one element.
             dims[entry.name] = list(shape) if dims[entry.name] else []

@@ -6,6 +6,7 @@ Parameters in config.pbtxt:
     pipeline_depth  executions in flight per instance, 2 by default: the next one is copied while
                     this one computes (acl)
     aicore_num      "cube|vector": AI cores an instance may use, such as "12|24" (acl)
+    aipp_…          settings of dynamic AIPP, see acl/aipp.py (acl)
     mode, custom_sizes, gears   see ais_bench.py (ais_bench)
 """
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from npuserve.backends.acl.aipp import aipp_parameters
 from npuserve.backends.acl.library import load_library
 from npuserve.backends.acl.runner import ModelRunner, RunnerOptions
 from npuserve.backends.ais_bench import AisBenchInstance, complete_from_session
@@ -56,7 +58,13 @@ class OmBackend(Backend):
         """See `Backend.load`."""
         path = model_path(context)
         refuse_batch_tensors(context.config)
+        aipp = aipp_parameters(context.parameters)
         if engine_of(context) == "ais_bench":
+            if aipp:
+                raise InvalidArgumentError(
+                    f"parameter '{min(aipp)}' of model '{context.name}' needs engine 'acl': "
+                    "ais_bench sets no dynamic AIPP"
+                )
             return [
                 AisBenchInstance(context, path, placement.device_id)
                 for placement in context.placements
@@ -65,7 +73,9 @@ class OmBackend(Backend):
         depth = positive_number(context.parameters, "pipeline_depth", 2)
         cube, vector = parse_cores(context.parameters.get("aicore_num", ""))
         return [
-            NpuInstance(context, path, [RunnerOptions(placement.device_id, depth, cube, vector)])
+            NpuInstance(
+                context, path, [RunnerOptions(placement.device_id, depth, cube, vector, aipp)]
+            )
             for placement in context.placements
         ]
 
@@ -105,7 +115,8 @@ def complete_from_file(context: BackendModelContext, path: Path, device_id: int)
     The model is loaded for it, as the dims of gears are known to the loaded model only.
     """
     default = context.backend_options.get("default-max-batch-size")
-    with ModelRunner(load_library(), path, RunnerOptions(device_id, depth=1)) as runner:
+    options = RunnerOptions(device_id, depth=1, aipp=aipp_parameters(context.parameters))
+    with ModelRunner(load_library(), path, options) as runner:
         complete_config(
             context.config,
             signature_of(runner, context.config),

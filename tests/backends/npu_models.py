@@ -15,6 +15,9 @@ from tests.backends.onnx_models import value
 
 SOC = "Ascend910B3"
 
+AIPP_MAX_BYTES = 3 * 10 * 12 * 4
+DYNAMIC_AIPP = f"aipp_op {{ aipp_mode: dynamic max_src_image_size: {AIPP_MAX_BYTES} }}"
+
 
 def compile_om(model_dir: Path, *flags: str, soc: str = SOC) -> Path:
     """Compile `1/model.onnx` to `1/model.om`; `model_dir`."""
@@ -45,6 +48,24 @@ def batch_om(model_dir: Path, gears: str = "1,2,4", *flags: str) -> Path:
     """`affine` on rows of 3 with batch gears."""
     affine(model_dir, ["n", 3])
     return compile_om(model_dir, "--input_shape=x:-1,3", f"--dynamic_batch_size={gears}", *flags)
+
+
+def image_onnx(model_dir: Path, channels: int = 3, batch: int | str = "n") -> Path:
+    """Y = x for FP32 images of 8 rows and 6 columns."""
+    shape: list[int | str | None] = [batch, channels, 8, 6]
+    return onnx_models.save(
+        model_dir, [helper.make_node("Identity", ["x"], ["y"])],
+        [value("x", TensorProto.FLOAT, shape)], [value("y", TensorProto.FLOAT, shape)],
+    )  # fmt: skip
+
+
+def aipp_om(model_dir: Path, config: str = DYNAMIC_AIPP, *flags: str, channels: int = 3) -> Path:
+    """`image_onnx` with AIPP, in batches of 1, 2, 4 unless other flags are given."""
+    image_onnx(model_dir, channels)
+    path = model_dir / "1" / "aipp.cfg"
+    path.write_text(config)
+    shape = (f"--input_shape=x:-1,{channels},8,6", "--dynamic_batch_size=1,2,4")
+    return compile_om(model_dir, *(flags or shape), f"--insert_op_conf={path}")
 
 
 def make_config(text: str = "") -> ModelConfig:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from npuserve.backends.acl.library import AclCallError
 from npuserve.backends.om import OmBackend
@@ -17,6 +20,7 @@ from npuserve.testing.simulator.faults import Fault
 from npuserve.testing.simulator.runtime import Runtime
 from tests.backends.npu_models import (
     affine,
+    aipp_om,
     batch_om,
     compile_om,
     make_config,
@@ -24,27 +28,49 @@ from tests.backends.npu_models import (
 )
 
 X = np.arange(9, dtype=np.float32).reshape(3, 3)
+IMAGE = np.arange(3 * 8 * 6 * 3, dtype=np.uint8).reshape(3, 8, 6, 3)
 
 
 def dynamic_om(model_dir: Path) -> Path:
     return compile_om(affine(model_dir, ["n", "l"]))
 
 
-MODELS = {"gears": batch_om, "dynamic": dynamic_om}
+class Case(NamedTuple):
+    """A model, its configuration, and an input with what comes of it."""
+
+    make: Callable[[Path], Path]
+    x: NDArray[Any] = X
+    y: NDArray[Any] = 2 * X + 1
+    parameters: str = ""
 
 
-def driver_for(model_dir: Path) -> BackendDriver:
-    return BackendDriver(OmBackend(), make_config("max_batch_size: 4"), model_dir)
+MODELS = {
+    "gears": Case(batch_om),
+    "dynamic": Case(dynamic_om),
+    "aipp": Case(
+        aipp_om,
+        IMAGE,
+        IMAGE.transpose(0, 3, 1, 2) * np.float32(0.5),
+        parameters(
+            aipp_input_format="RGB888_U8", aipp_src_image_size="6,8", aipp_var_reci="0.5,0.5,0.5"
+        ),
+    ),
+}
 
 
-async def infer(driver: BackendDriver) -> NpuserveError | None:
+def driver_for(case: Case, model_dir: Path) -> BackendDriver:
+    config = make_config(f"max_batch_size: 4 {case.parameters}")
+    return BackendDriver(OmBackend(), config, model_dir)
+
+
+async def infer(case: Case, driver: BackendDriver) -> NpuserveError | None:
     """Run one batch; its error, or None when the result is right."""
-    (answer,) = await driver.infer({"x": X})
+    (answer,) = await driver.infer({"x": case.x})
     assert answer.finals == 1
     if answer.error is not None:
         assert isinstance(answer.error, NpuserveError)
         return answer.error
-    np.testing.assert_array_equal(answer.array("y"), 2 * X + 1)
+    np.testing.assert_array_equal(answer.array("y"), case.y)
     return None
 
 
@@ -57,14 +83,14 @@ async def load(driver: BackendDriver) -> NpuserveError | None:
     return None
 
 
-async def cycle(machine: Runtime, model_dir: Path) -> dict[str, int]:
+async def cycle(machine: Runtime, case: Case, model_dir: Path) -> dict[str, int]:
     """Load, run twice, unload; the number of calls made by the end of each phase."""
     marks: dict[str, int] = {}
     start = len(machine.log)
-    async with driver_for(model_dir) as driver:
+    async with driver_for(case, model_dir) as driver:
         marks["load"] = len(machine.log) - start
-        assert await infer(driver) is None
-        assert await infer(driver) is None
+        assert await infer(case, driver) is None
+        assert await infer(case, driver) is None
         marks["run"] = len(machine.log) - start
     marks["unload"] = len(machine.log) - start
     return marks
@@ -91,14 +117,15 @@ def is_retried(call: str) -> bool:
 @pytest.mark.parametrize("kind", sorted(MODELS))
 async def test_each_call_of_a_load_may_fail(tmp_path: Path, machine: Runtime, kind: str) -> None:
     """The load fails with the call's name, everything is given back, and the next load works."""
-    model_dir = MODELS[kind](tmp_path)
-    await cycle(machine, model_dir)
-    calls = (await cycle(machine, model_dir))["load"]
+    case = MODELS[kind]
+    model_dir = case.make(tmp_path)
+    await cycle(machine, case, model_dir)
+    calls = (await cycle(machine, case, model_dir))["load"]
     survived = set()
     for index in range(calls):
         machine.faults[:] = [Fault(skip=index)]
         start = len(machine.log)
-        driver = driver_for(model_dir)
+        driver = driver_for(case, model_dir)
         error = await load(driver)
         machine.faults.clear()
         if error is None:
@@ -109,7 +136,7 @@ async def test_each_call_of_a_load_may_fail(tmp_path: Path, machine: Runtime, ki
         assert machine.leaks() == [], machine.log[start + index]
     # These are made a second time: values without a code, and what gives something back.
     assert {call for call in survived if not is_retried(call)} == set()
-    await cycle(machine, model_dir)
+    await cycle(machine, case, model_dir)
 
 
 @pytest.mark.parametrize("code", [500000, 507015])
@@ -118,23 +145,24 @@ async def test_each_call_of_an_execution_may_fail(
     tmp_path: Path, machine: Runtime, kind: str, code: int
 ) -> None:
     """The batch gets the error and the next one is right, in the same instance."""
-    model_dir = MODELS[kind](tmp_path)
-    await cycle(machine, model_dir)
-    marks = await cycle(machine, model_dir)
+    case = MODELS[kind]
+    model_dir = case.make(tmp_path)
+    await cycle(machine, case, model_dir)
+    marks = await cycle(machine, case, model_dir)
     calls = (marks["run"] - marks["load"]) // 2
-    async with driver_for(model_dir) as driver:
-        assert await infer(driver) is None
+    async with driver_for(case, model_dir) as driver:
+        assert await infer(case, driver) is None
         survived = set()
         for index in range(calls):
             machine.faults[:] = [Fault(skip=index, code=code)]
             start = len(machine.log)
-            error = await infer(driver)
+            error = await infer(case, driver)
             machine.faults.clear()
             if error is None:
                 survived.add(machine.log[start + index])
             else:
                 assert is_clear(error), error
-            assert await infer(driver) is None
+            assert await infer(case, driver) is None
         assert {call for call in survived if not is_retried(call)} == set()
     assert machine.leaks() == []
 
@@ -145,13 +173,14 @@ async def test_each_call_of_an_unload_may_fail(
 ) -> None:
     """What fails to be given back is tried again, and said in the log."""
     caplog.set_level(logging.WARNING)
-    model_dir = MODELS[kind](tmp_path)
-    await cycle(machine, model_dir)
-    marks = await cycle(machine, model_dir)
+    case = MODELS[kind]
+    model_dir = case.make(tmp_path)
+    await cycle(machine, case, model_dir)
+    marks = await cycle(machine, case, model_dir)
     for index in range(marks["unload"] - marks["run"]):
-        driver = driver_for(model_dir)
+        driver = driver_for(case, model_dir)
         await driver.__aenter__()
-        assert await infer(driver) is None
+        assert await infer(case, driver) is None
         caplog.clear()
         machine.faults[:] = [Fault(skip=index)]
         start = len(machine.log)
@@ -160,14 +189,14 @@ async def test_each_call_of_an_unload_may_fail(
         assert machine.leaks() == [], machine.log[start + index]
         call = machine.log[start + index]
         assert call in caplog.text or call in CANNOT_FAIL
-    await cycle(machine, model_dir)
+    await cycle(machine, case, model_dir)
 
 
 async def test_device_memory_runs_out(tmp_path: Path) -> None:
     """Too large a model is unavailable, with the code's name and what to do; nothing stays."""
     with simulate(cards=1, time="modelled", memory_bytes=1 << 16) as machine:
         with pytest.raises(AclCallError) as caught:
-            await driver_for(batch_om(tmp_path)).__aenter__()
+            await driver_for(MODELS["gears"], batch_om(tmp_path)).__aenter__()
         assert caught.value.code.value == "Unavailable"
         assert "free device memory" in str(caught.value)
         assert machine.leaks() == []
@@ -175,7 +204,7 @@ async def test_device_memory_runs_out(tmp_path: Path) -> None:
 
 async def test_an_absent_card_names_the_cards_there_are(tmp_path: Path, machine: Runtime) -> None:
     """Card 7 of two."""
-    driver = driver_for(batch_om(tmp_path))
+    driver = driver_for(MODELS["gears"], batch_om(tmp_path))
     placement = driver.context.placements[0]
     object.__setattr__(placement, "device_id", 7)
     with pytest.raises(NpuserveError, match="no NPU 7; cards there are: 0, 1"):
@@ -191,7 +220,7 @@ async def test_500_loads_and_unloads_end_where_they_began(tmp_path: Path, machin
         async with BackendDriver(OmBackend(), config, model_dir) as driver:
             used.append(machine.cards[0].memory.used)
             if count % 100 == 0:
-                assert await infer(driver) is None
+                assert await infer(MODELS["gears"], driver) is None
     assert len(set(used)) == 1
     assert machine.cards[0].memory.used == 0
     assert machine.leaks() == []

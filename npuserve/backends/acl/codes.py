@@ -18,6 +18,9 @@ MALLOC_HUGE_FIRST = 0
 DYNAMIC_TENSOR_NAME = "ascend_mbatch_shape_data"
 DYNAMIC_AIPP_NAME = "ascend_dynamic_aipp_data"
 
+# What `get_aipp_type` says of an image input whose AIPP settings are given at run time.
+WITH_DYNAMIC_AIPP = 2
+
 # "Any input" in the gear queries of pyACL; wraps to the largest unsigned value.
 ANY_INPUT = -1
 

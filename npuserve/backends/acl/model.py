@@ -6,17 +6,19 @@ from one thread and queues its executions on one stream.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from npuserve.backends.acl import codes
+from npuserve.backends.acl.aipp import Aipp, AippSettings, read_settings
 from npuserve.backends.acl.gears import Dims, Gear
 from npuserve.backends.acl.runtime import Owned, Stream
-from npuserve.errors import InternalError, UnsupportedError
+from npuserve.errors import InternalError, InvalidArgumentError, UnsupportedError
 
 if TYPE_CHECKING:
     from npuserve.backends.acl.library import AclLibrary
@@ -59,6 +61,22 @@ class TensorSpec:
 
 
 @dataclass(frozen=True)
+class AippInput:
+    """An extra input that carries the settings of an image input's dynamic AIPP.
+
+    Attributes:
+        index: position in the dataset.
+        size: bytes.
+        image: name of the image input.
+    """
+
+    index: int
+    size: int
+    image: str
+    settings: AippSettings
+
+
+@dataclass(frozen=True)
 class ModelDescription:
     """What a model file takes and gives.
 
@@ -67,6 +85,7 @@ class ModelDescription:
         gear_input: index of the extra input that carries the gear, None without gears.
         gear_input_size: its bytes.
         gears: empty for `RANGES`; one for `STATIC`.
+        aipp_inputs: the extra inputs of dynamic AIPP.
     """
 
     kind: ModelKind
@@ -75,11 +94,17 @@ class ModelDescription:
     gears: tuple[Gear, ...]
     gear_input: int | None
     gear_input_size: int
+    aipp_inputs: tuple[AippInput, ...] = ()
 
     @property
     def dataset_inputs(self) -> int:
         """Number of buffers of an input dataset."""
-        return len(self.inputs) + (self.gear_input is not None)
+        return len(self.inputs) + (self.gear_input is not None) + len(self.aipp_inputs)
+
+    @property
+    def largest_batch(self) -> int:
+        """Length of the first axis in the largest gear."""
+        return max(gear.inputs[0][0] for gear in self.gears)
 
 
 class LoadedModel(Owned):
@@ -87,13 +112,15 @@ class LoadedModel(Owned):
 
     Args:
         path: of the `.om` file.
+        aipp: parameters of dynamic AIPP, see `aipp.py`.
 
     Raises:
         AclCallError: the runtime refused the file.
+        InvalidArgumentError: a parameter of dynamic AIPP is missing or wrong.
         UnsupportedError: a dtype or feature that cannot be served.
     """
 
-    def __init__(self, library: AclLibrary, path: Path) -> None:
+    def __init__(self, library: AclLibrary, path: Path, aipp: Mapping[str, str]) -> None:
         super().__init__()
         self.library = library
         with ExitStack() as stack:
@@ -103,8 +130,14 @@ class LoadedModel(Owned):
             self.descriptor = library.handle("acl.mdl.create_desc")
             stack.callback(library.release, "acl.mdl.destroy_desc", self.descriptor)
             library.call("acl.mdl.get_desc", self.descriptor, self.id, context=context)
-            self.description = _Describer(library, self.descriptor).describe()
+            self.description = _Describer(library, self.id, self.descriptor, aipp).describe()
             self._stack = stack.pop_all()
+
+    def set_aipp(self, dataset: Dataset) -> None:
+        """Write the settings of dynamic AIPP into a dataset's extra inputs, where they stay."""
+        for extra in self.description.aipp_inputs:
+            with Aipp(self.library, extra.settings, self.description.largest_batch) as aipp:
+                aipp.apply(self.id, dataset.handle, extra.index)
 
     def set_gear(self, dataset: Dataset, gear: Gear) -> None:
         """Choose the shape of the next execution with `dataset`, whose buffers are all added."""
@@ -208,25 +241,37 @@ class Dataset(Owned):
 class _Describer:
     """Reads a description handle into plain values."""
 
-    def __init__(self, library: AclLibrary, descriptor: int) -> None:
+    def __init__(
+        self, library: AclLibrary, model_id: int, descriptor: int, aipp: Mapping[str, str]
+    ) -> None:
         self.library = library
+        self.model_id = model_id
         self.descriptor = descriptor
+        self.aipp = aipp
 
     def describe(self) -> ModelDescription:
         tensors = [self._input(index) for index in range(self._count("input"))]
         gear_input = None
         inputs: list[TensorSpec] = []
+        parameter_inputs: dict[int, TensorSpec] = {}
         for tensor in tensors:
             if tensor.name == codes.DYNAMIC_TENSOR_NAME:
                 gear_input = tensor
+            elif tensor.name.startswith(codes.DYNAMIC_AIPP_NAME):
+                parameter_inputs[tensor.index] = tensor
             else:
-                if tensor.name.startswith(codes.DYNAMIC_AIPP_NAME):
-                    raise UnsupportedError(
-                        "the model uses dynamic AIPP, whose parameters nobody sends; compile it "
-                        "with static AIPP (aipp_mode: static)"
-                    )
                 inputs.append(tensor)
+        aipp_inputs: list[AippInput] = []
+        if parameter_inputs:
+            inputs = [self._image(tensor, parameter_inputs, aipp_inputs) for tensor in inputs]
+        elif self.aipp:
+            raise InvalidArgumentError(
+                f"parameter '{min(self.aipp)}' is set, but the model has no dynamic AIPP (static "
+                "AIPP got its settings when it was compiled)"
+            )
         kind, gears = self._gears(inputs, gear_input)
+        if aipp_inputs:
+            self._check_aipp(kind, gears, inputs, {extra.image for extra in aipp_inputs})
         outputs = tuple(self._output(index) for index in range(self._count("output")))
         return ModelDescription(
             kind,
@@ -235,7 +280,40 @@ class _Describer:
             gears,
             None if gear_input is None else gear_input.index,
             0 if gear_input is None else gear_input.size,
+            tuple(aipp_inputs),
         )
+
+    def _image(
+        self, tensor: TensorSpec, parameter_inputs: Mapping[int, TensorSpec],
+        found: list[AippInput],
+    ) -> TensorSpec:  # fmt: skip
+        """The input with the dims of the images that are sent, if it has dynamic AIPP."""
+        kind, attached = self.library.value("acl.mdl.get_aipp_type", self.model_id, tensor.index)
+        if kind != codes.WITH_DYNAMIC_AIPP:
+            return tensor
+        settings = read_settings(self.aipp, tensor.name)
+        size = parameter_inputs[attached].size
+        found.append(AippInput(attached, size, tensor.name, settings))
+        # The file says [batch, -1, -1, -1], whatever the model behind AIPP takes.
+        return replace(tensor, dims=settings.image_dims(tensor.dims[0]))
+
+    def _check_aipp(
+        self, kind: ModelKind, gears: Sequence[Gear], inputs: Sequence[TensorSpec],
+        images: set[str],
+    ) -> None:  # fmt: skip
+        if kind not in (ModelKind.STATIC, ModelKind.BATCH_GEARS):
+            raise UnsupportedError(
+                f"the model combines dynamic AIPP and {kind.value}, for which the images would "
+                "have to be of the largest size; compile it with static AIPP or one size"
+            )
+        for position, tensor in enumerate(inputs):
+            needed = max(prod(gear.inputs[position]) for gear in gears)
+            if tensor.name in images and needed > tensor.size:
+                raise InvalidArgumentError(
+                    f"images of 'aipp_src_image_size' in 'aipp_input_format' need {needed} bytes "
+                    f"for input '{tensor.name}', which was compiled for max_src_image_size "
+                    f"{tensor.size}"
+                )
 
     def _count(self, direction: str) -> int:
         count: int = self.library.ask(f"acl.mdl.get_num_{direction}s", self.descriptor)

@@ -16,9 +16,9 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,12 +52,14 @@ class RunnerOptions:
         device_id: card.
         depth: executions in flight at most; 2 overlap copies with compute.
         cube_cores, vector_cores: AI-core limits, 0 for none.
+        aipp: parameters of dynamic AIPP, see aipp.py.
     """
 
     device_id: int = 0
     depth: int = 2
     cube_cores: int = 0
     vector_cores: int = 0
+    aipp: Mapping[str, str] = field(default_factory=dict)
 
 
 class Slot(Owned):
@@ -83,6 +85,9 @@ class Slot(Owned):
                 staging = stack.enter_context(StagingBuffer(library, spec.size or 64))
                 self.inputs.append(staging)
                 blocks[spec.index] = (staging.device.pointer, staging.capacity)
+            for extra in description.aipp_inputs:
+                memory = stack.enter_context(DeviceBuffer(library, extra.size))
+                blocks[extra.index] = (memory.pointer, memory.size)
             if description.gear_input is not None:
                 gear_memory = stack.enter_context(
                     DeviceBuffer(library, description.gear_input_size)
@@ -135,11 +140,13 @@ class ModelRunner(Owned):
             self._compute = stack.enter_context(Stream(library))
             if options.cube_cores or options.vector_cores:
                 self._limit_cores(options.cube_cores, options.vector_cores)
-            self._model = stack.enter_context(LoadedModel(library, path))
+            self._model = stack.enter_context(LoadedModel(library, path, options.aipp))
             self.description = self._model.description
             self._slots = [
                 stack.enter_context(Slot(library, self.description)) for _ in range(options.depth)
             ]
+            for slot in self._slots:
+                self._model.set_aipp(slot.input_dataset)
             self._free = list(self._slots)
             self._rules = self._learn_output_rules()
             # First out: nothing may be freed while the card still works with it.

@@ -13,7 +13,7 @@ that the simulated `atc` makes; onnxruntime executes them.
     options.py    the machine          binding.py   what all calls have in common
     clock.py      real or modelled     core.py rt_*.py mdl_*.py util.py
     memory.py     device and host        the functions of `acl`
-    device.py     engines, streams     om_file.py engine.py   the model file and running it
+    device.py     engines, streams     om_file.py engine.py aipp.py   the model file, running it
     op_file.py op_kernels.py op_run.py blas.py   single operators and the functions for them
     media_*.py pictures.py image_files.py video_stream.py   `acl.media`: pictures and video
     runtime.py    a process's state    atc*.py npu_smi.py ais_bench.py   the other stand-ins

@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from npuserve.testing.simulator import aipp
 from npuserve.testing.simulator.atc_singleop import compile_operators
 from npuserve.testing.simulator.engine import open_session
 from npuserve.testing.simulator.om_file import (
@@ -97,28 +98,33 @@ def parse_gears(text: str, name: str) -> list[list[int]]:
     return gears
 
 
-def parse_aipp(text: str) -> dict[str, Any]:
-    """The AIPP configuration: `aipp_op { key: value … }`."""
-    pairs = dict(re.findall(r"(\w+)\s*:\s*(\"[^\"]*\"|[\w.+-]+)", text))
-    aipp_mode = pairs.get("aipp_mode", "undefined")
-    if aipp_mode != "static":
-        raise AtcError(f"E10041: aipp_mode {aipp_mode} is not supported by the simulator")
-    image_format = pairs.get("input_format", "")
-    if image_format not in ("RGB888_U8", "YUV420SP_U8", "YUV400_U8"):
-        raise AtcError(f"E10042: AIPP input_format {image_format} is not supported")
-    numbers = {
-        key: [float(pairs.get(f"{source}_{channel}", default)) for channel in range(4)]
-        for key, source, default in (
-            ("mean", "mean_chn", "0"), ("min", "min_chn", "0"), ("var_reci", "var_reci_chn", "1"),
-        )
-    }  # fmt: skip
-    return {
-        "input_format": image_format,
-        "src_image_size_w": int(pairs.get("src_image_size_w", 0)),
-        "src_image_size_h": int(pairs.get("src_image_size_h", 0)),
-        "rbuv_swap_switch": pairs.get("rbuv_swap_switch") == "true",
-        **numbers,
-    }
+def parse_aipp(text: str) -> dict[int, dict[str, str]]:
+    """The AIPP configuration by number of the input.
+
+    Raises:
+        AtcError: a setting is missing or wrong.
+    """
+    configs: dict[int, dict[str, str]] = {}
+    for config in aipp.parse(text):
+        mode = config.get("aipp_mode", "undefined")
+        try:
+            if mode == "dynamic":
+                if int(config.get("max_src_image_size", 0)) <= 0:
+                    raise AtcError("E10043: dynamic AIPP needs max_src_image_size above 0.")
+            elif mode == "static":
+                aipp.from_config(config)
+            else:
+                raise AtcError(f"E10041: aipp_mode {mode} is neither static nor dynamic")
+            configs[int(config.get("related_input_rank", 0))] = config
+        except KeyError as error:
+            image_format = config.get("input_format", "")
+            text = f"E10042: AIPP input_format {image_format} is not supported"
+            raise AtcError(text) from error
+        except ValueError as error:
+            raise AtcError(f"E10044: a setting of AIPP is no number: {error}") from error
+    if not configs:
+        raise AtcError("E10040: there is no aipp_op in the AIPP configuration")
+    return configs
 
 
 class Compiler:
@@ -290,22 +296,35 @@ class Compiler:
         if self.flags.get("dynamic_dims"):
             raise AtcError("E10009: [--dynamic_dims] and [--insert_op_conf] exclude each other.")
         try:
-            aipp = parse_aipp(Path(config).read_text())
+            configs = parse_aipp(Path(config).read_text())
         except OSError as error:
             raise AtcError(f"E10410: Cannot open file [{config}].") from error
-        spec = description.inputs[0]
-        spec.aipp, spec.datatype, spec.format = aipp, ACL_BY_ONNX[2], _FORMATS["NHWC"]
-        spec.shape = _image_shape(spec.shape, aipp)
-        for gear in description.gears:
-            gear.inputs[0] = _image_shape(gear.inputs[0], aipp)
+        for rank, settings in configs.items():
+            if not 0 <= rank < len(description.inputs) or len(description.inputs[rank].shape) != 4:
+                raise AtcError(f"E10045: related_input_rank {rank} is no image input of the model.")
+            if description.kind == "range":
+                raise AtcError("E10046: AIPP before dynamic shapes is not simulated.")
+            _add_aipp(description, rank, settings)
 
 
-def _image_shape(shape: list[int], aipp: dict[str, Any]) -> list[int]:
+def _add_aipp(description: OmDescription, rank: int, settings: dict[str, str]) -> None:
+    spec = description.inputs[rank]
+    spec.model_shape = list(spec.shape)
+    spec.aipp, spec.datatype, spec.format = settings, ACL_BY_ONNX[2], _FORMATS["NHWC"]
+    if spec.has_dynamic_aipp:
+        spec.shape = [spec.shape[0], -1, -1, -1]  # the image may have any size
+        return
+    params = aipp.from_config(settings)
+    spec.shape = _image_shape(spec.shape, params)
+    for gear in description.gears:
+        gear.inputs[rank] = _image_shape(gear.inputs[rank], params)
+
+
+def _image_shape(shape: list[int], params: aipp.AippParams) -> list[int]:
+    """Of the image for an input of `[n, c, h, w]`; as configured, or else of the same size."""
     count, _, height, width = shape
-    image_format = aipp["input_format"]
-    if image_format == "YUV420SP_U8":
-        return [count, height * 3 // 2 if height > 0 else -1, width, 1]
-    return [count, height, width, 1 if image_format == "YUV400_U8" else 3]
+    size = (params.height or height, params.width or width)
+    return [count, *params.image_dims(*size)]
 
 
 def _next(values: Any, key: list[int]) -> int:

@@ -1,10 +1,12 @@
-"""`acl.mdl.*`: what a model takes and gives, its gears, its AIPP."""
+"""`acl.mdl.*`: what a model takes and gives, its gears."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+from npuserve.testing.simulator.aipp import encoded_bytes
 from npuserve.testing.simulator.binding import bare, entry
 from npuserve.testing.simulator.core import ITEM_SIZE
 from npuserve.testing.simulator.faults import RefusedError
@@ -15,9 +17,9 @@ if TYPE_CHECKING:
     from npuserve.testing.simulator.runtime import Runtime
 
 GEAR_INPUT = "ascend_mbatch_shape_data"
-_GEAR_INPUT_TYPE = 9  # INT64
+AIPP_INPUT = "ascend_dynamic_aipp_data"
+_UINT8, _INT64 = 4, 9
 _FORMAT_ND = 2
-_NO_AIPP = 0xFFFFFFFF
 
 
 @bare("acl.mdl.create_desc")
@@ -62,19 +64,43 @@ def described(runtime: Runtime, handle: int) -> OmDescription:
     return description
 
 
+@dataclass(frozen=True)
+class ExtraInput:
+    """An input that compiling added behind the data inputs.
+
+    Attributes:
+        aipp_of: the data input whose dynamic AIPP it sets; None for the input of the gear.
+    """
+
+    name: str
+    datatype: int
+    dims: list[int]
+    size: int
+    aipp_of: int | None = None
+
+
 def has_gear_input(description: OmDescription) -> bool:
-    """Whether the extra input is there, as the last one."""
+    """Whether the gear is told by an extra input, which is the last one then."""
     return description.kind in ("batch", "hw", "dims")
 
 
+def extra_inputs(description: OmDescription) -> list[ExtraInput]:
+    """The extra inputs in their order."""
+    extra: list[ExtraInput] = []
+    for index, spec in enumerate(description.inputs):
+        if spec.has_dynamic_aipp:
+            size = encoded_bytes(largest(description, index, "inputs")[0])
+            name = f"{AIPP_INPUT}_{spec.name}" if extra else AIPP_INPUT
+            extra.append(ExtraInput(name, _UINT8, [size], size, index))
+    if has_gear_input(description):
+        count = len(description.gears[0].key)
+        extra.append(ExtraInput(GEAR_INPUT, _INT64, [count], 8 * count))
+    return extra
+
+
 def count_inputs(description: OmDescription) -> int:
-    """Inputs, the extra one included."""
-    return len(description.inputs) + has_gear_input(description)
-
-
-def gear_input_bytes(description: OmDescription) -> int:
-    """Size of the extra input."""
-    return 8 * len(description.gears[0].key)
+    """Inputs, the extra ones included."""
+    return len(description.inputs) + len(extra_inputs(description))
 
 
 def largest(description: OmDescription, index: int, direction: str) -> list[int]:
@@ -88,6 +114,8 @@ def input_bytes(description: OmDescription, index: int) -> int:
     """Bytes of a data input; 0 when unknown."""
     if not description.gears:
         return 0
+    if description.inputs[index].has_dynamic_aipp:
+        return int(description.inputs[index].aipp["max_src_image_size"])
     return (
         prod(largest(description, index, "inputs")) * ITEM_SIZE[description.inputs[index].datatype]
     )
@@ -103,11 +131,13 @@ def output_bytes(description: OmDescription, index: int) -> int:
     )
 
 
-def _check_input(description: OmDescription, index: int) -> bool:
-    """Whether it is the extra input."""
-    if not 0 <= index < count_inputs(description):
-        raise RefusedError(100000, f"input {index} of {count_inputs(description)}")
-    return index == len(description.inputs)
+def extra_input(description: OmDescription, index: int) -> ExtraInput | None:
+    """The extra input of that index; None for a data input."""
+    extra = extra_inputs(description)
+    count = len(description.inputs) + len(extra)
+    if not 0 <= index < count:
+        raise RefusedError(100000, f"input {index} of {count}")
+    return None if index < len(description.inputs) else extra[index - len(description.inputs)]
 
 
 def _check_output(description: OmDescription, index: int) -> None:
@@ -136,9 +166,8 @@ def get_num_outputs(runtime: Runtime, handle: int) -> int:
 def get_input_size_by_index(runtime: Runtime, handle: int, index: int) -> int:
     """Bytes of an input."""
     description = described(runtime, handle)
-    if _check_input(description, index):
-        return gear_input_bytes(description)
-    return input_bytes(description, index)
+    extra = extra_input(description, index)
+    return input_bytes(description, index) if extra is None else extra.size
 
 
 @bare("acl.mdl.get_output_size_by_index", "kk")
@@ -153,7 +182,8 @@ def get_output_size_by_index(runtime: Runtime, handle: int, index: int) -> int:
 def get_input_name_by_index(runtime: Runtime, handle: int, index: int) -> str:
     """Name of an input."""
     description = described(runtime, handle)
-    return GEAR_INPUT if _check_input(description, index) else description.inputs[index].name
+    extra = extra_input(description, index)
+    return description.inputs[index].name if extra is None else extra.name
 
 
 @bare("acl.mdl.get_output_name_by_index", "kk", failed="")
@@ -169,7 +199,7 @@ def get_input_index_by_name(runtime: Runtime, handle: int, name: str) -> int:
     """Index of an input."""
     description = described(runtime, handle)
     names = [tensor.name for tensor in description.inputs]
-    names += [GEAR_INPUT] * has_gear_input(description)
+    names += [extra.name for extra in extra_inputs(description)]
     if name not in names:
         raise RefusedError(100000, f"no input '{name}'; inputs are {names}")
     return names.index(name)
@@ -188,7 +218,8 @@ def get_output_index_by_name(runtime: Runtime, handle: int, name: str) -> int:
 def get_input_format(runtime: Runtime, handle: int, index: int) -> int:
     """AclFormat of an input."""
     description = described(runtime, handle)
-    return _FORMAT_ND if _check_input(description, index) else description.inputs[index].format
+    extra = extra_input(description, index)
+    return description.inputs[index].format if extra is None else _FORMAT_ND
 
 
 @bare("acl.mdl.get_output_format", "kk", failed=-1)
@@ -202,9 +233,8 @@ def get_output_format(runtime: Runtime, handle: int, index: int) -> int:
 def get_input_data_type(runtime: Runtime, handle: int, index: int) -> int:
     """AclDataType of an input."""
     description = described(runtime, handle)
-    if _check_input(description, index):
-        return _GEAR_INPUT_TYPE
-    return description.inputs[index].datatype
+    extra = extra_input(description, index)
+    return description.inputs[index].datatype if extra is None else extra.datatype
 
 
 @bare("acl.mdl.get_output_data_type", "kk", failed=-1)
@@ -217,8 +247,9 @@ def get_output_data_type(runtime: Runtime, handle: int, index: int) -> int:
 
 def _input_dims(runtime: Runtime, handle: int, index: int, real: bool) -> dict[str, Any]:
     description = described(runtime, handle)
-    if _check_input(description, index):
-        return make_dims(GEAR_INPUT, [len(description.gears[0].key)])
+    extra = extra_input(description, index)
+    if extra is not None:
+        return make_dims(extra.name, extra.dims)
     tensor = description.inputs[index]
     dims = tensor.shape
     if not real and tensor.aipp.get("input_format") == "YUV420SP_U8":
@@ -316,30 +347,3 @@ def get_input_dims_range(runtime: Runtime, handle: int, index: int) -> dict[str,
         raise RefusedError(100000, f"input {index}")
     ranges = description.inputs[index].ranges
     return {"rangeCount": len(ranges), "range": [list(pair) for pair in ranges]}
-
-
-# AIPP.
-
-
-@entry("acl.mdl.get_aipp_type", "ik", failure=(0, _NO_AIPP))
-def get_aipp_type(runtime: Runtime, model_id: int, index: int) -> tuple[int, int]:
-    """0: none, 1: static."""
-    description = runtime.find(model_id, Model, 100011).description
-    if not 0 <= index < count_inputs(description):
-        raise RefusedError(100000, f"input {index}")
-    is_static = index < len(description.inputs) and bool(description.inputs[index].aipp)
-    return int(is_static), _NO_AIPP
-
-
-@entry("acl.mdl.get_first_aipp_info", "ik", failure=(None,))
-def get_first_aipp_info(runtime: Runtime, model_id: int, index: int) -> dict[str, Any]:
-    """Static AIPP of an input."""
-    description = runtime.find(model_id, Model, 100011).description
-    if not 0 <= index < len(description.inputs) or not description.inputs[index].aipp:
-        raise RefusedError(145015, f"input {index} has no static AIPP")
-    aipp = description.inputs[index].aipp
-    return {
-        "inputFormat": aipp["input_format"], "srcImageSizeW": aipp["src_image_size_w"],
-        "srcImageSizeH": aipp["src_image_size_h"], "meanChn0": aipp["mean"][0],
-        "shapeCount": 1, "outDims": [],
-    }  # fmt: skip

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from npuserve.testing.simulator import mdl_describe
+from npuserve.testing.simulator.aipp import AippParams, decode
 from npuserve.testing.simulator.binding import Pending, bare, entry
 from npuserve.testing.simulator.core import ITEM_SIZE, DataBuffer, TensorDesc
 from npuserve.testing.simulator.device import COMPUTE, Stream
@@ -52,13 +53,13 @@ def _set_gear(
         raise RefusedError(100019, "the model has no gears")
     if description.kind != kind:
         raise RefusedError(100000, f"the model has {description.kind} gears, not {kind}")
-    if index != len(description.inputs) or index >= len(dataset.buffers):
+    if index != mdl_describe.count_inputs(description) - 1 or index >= len(dataset.buffers):
         raise RefusedError(145011, f"input {index} is not {mdl_describe.GEAR_INPUT} of the dataset")
     if key not in [gear.key for gear in description.gears]:
         known = [gear.key for gear in description.gears]
         raise RefusedError(code, f"E19013: {key} is not in the list of gears {known}")
     buffer = runtime.find(dataset.buffers[index], DataBuffer)
-    size = mdl_describe.gear_input_bytes(description)
+    size = mdl_describe.extra_inputs(description)[-1].size
     if buffer.size < size:
         raise RefusedError(
             145011, f"the buffer of {mdl_describe.GEAR_INPUT} has {buffer.size} bytes"
@@ -177,12 +178,15 @@ class Execution:
     def run(self) -> None:
         """Read the inputs, compute, write the outputs."""
         runtime, description = self.runtime, self.model.description
+        aipp = self._aipp()
         data = []
-        for buffer, spec, shape in zip(self.inputs, description.inputs, self.shapes, strict=False):
+        for index, (spec, shape) in enumerate(zip(description.inputs, self.shapes, strict=True)):
             size = prod(shape) * ITEM_SIZE[spec.datatype]
-            data.append(self._memory(buffer, size))
+            if index in aipp:
+                size = shape[0] * aipp[index].image_bytes
+            data.append(self._memory(self.inputs[index], size))
         try:
-            results = self.model.engine.run(data, self.shapes)
+            results = self.model.engine.run(data, self.shapes, aipp)
         except RefusedError:
             raise
         except Exception as error:
@@ -199,6 +203,22 @@ class Execution:
                 self._memory(buffer, result.nbytes)[:] = content
         card = self.model.context.card
         runtime.shared_state.publish(card.index, card.memory.used, card.busy_ns)
+
+    def _aipp(self) -> dict[int, AippParams]:
+        """Settings of dynamic AIPP by data input, as they are in the parameter inputs' memory."""
+        description = self.model.description
+        found: dict[int, AippParams] = {}
+        for place, extra in enumerate(mdl_describe.extra_inputs(description)):
+            if extra.aipp_of is None:
+                continue
+            content = self._memory(self.inputs[len(description.inputs) + place], extra.size)
+            try:
+                params = decode(content.tobytes())
+            except ValueError as error:
+                self.runtime.violations.append(str(error))
+                raise RefusedError(_DEVICE_EXCEPTION, f"EZ9999: {error}") from error
+            found[extra.aipp_of] = params
+        return found
 
     def _memory(self, buffer: DataBuffer, size: int) -> Any:
         try:
@@ -276,14 +296,19 @@ def _check_blocks(
 ) -> None:  # fmt: skip
     description = model.description
     for block, spec, shape in zip(inputs, description.inputs, shapes, strict=False):
+        if spec.has_dynamic_aipp:  # how large the image is is not known yet
+            runtime.bytes_at(block.address, block.size)
+            continue
         size = prod(shape) * ITEM_SIZE[spec.datatype]
         if block.size < size:
             text = f"input '{spec.name}' needs {size} bytes, its buffer has {block.size}"
             raise RefusedError(100017, text)
         if size:
             runtime.bytes_at(block.address, size)
-    if mdl_describe.has_gear_input(description) and not inputs[-1].address:
-        raise RefusedError(145011, f"the buffer of {mdl_describe.GEAR_INPUT} is null")
+    extra = mdl_describe.extra_inputs(description)
+    for block, added in zip(inputs[len(description.inputs) :], extra, strict=True):
+        if not block.address:
+            raise RefusedError(145011, f"the buffer of {added.name} is null")
     for index, block in enumerate(outputs):
         if not description.gears and not block.address:
             continue  # the runtime allocates

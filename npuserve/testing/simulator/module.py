@@ -8,6 +8,7 @@ from typing import Any
 from npuserve.testing.simulator import (
     blas,
     core,
+    mdl_aipp,
     mdl_describe,
     mdl_load,
     mdl_run,
@@ -37,6 +38,7 @@ _PARTS = (
     mdl_describe,
     mdl_load,
     mdl_run,
+    mdl_aipp,
     op_run,
     blas,
     media_desc,

@@ -9,7 +9,6 @@ import json
 import struct
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 MAGIC = b"NPUSERVE-OM\n"
 _LENGTH = struct.Struct("<I")
@@ -34,8 +33,8 @@ class OmInput:
         shape: -1 for axes that vary.
         format: aclFormat.
         ranges: [lowest, highest] of every axis of a dynamic-shape model; -1: no limit.
-        aipp: static image preprocessing, {} for none; see atc.parse_aipp.
-        model_shape: shape and datatype of the ONNX model's own input, when AIPP is before it.
+        aipp: image preprocessing before the model, as in atc's configuration file; {} for none.
+        model_shape: of the ONNX model's own input, `[n, c, h, w]`, when AIPP is before it.
     """
 
     name: str
@@ -43,7 +42,13 @@ class OmInput:
     shape: list[int]
     format: int = 2
     ranges: list[list[int]] = field(default_factory=list)
-    aipp: dict[str, Any] = field(default_factory=dict)
+    aipp: dict[str, str] = field(default_factory=dict)
+    model_shape: list[int] = field(default_factory=list)
+
+    @property
+    def has_dynamic_aipp(self) -> bool:
+        """Whether its preprocessing is set before each execution."""
+        return self.aipp.get("aipp_mode") == "dynamic"
 
 
 @dataclass
@@ -69,7 +74,8 @@ class OmDescription:
 
     Attributes:
         kind: static, batch, hw, dims or range.
-        gears: one for static, none for range.
+        gears: one for static, none for range. With dynamic AIPP the dims of an input are those of
+            the model behind it.
         output_shapes: of a range model, -1 for axes that vary.
         device_ms: modelled time of one execution; None: as the simulator is set.
     """

@@ -91,10 +91,32 @@ def test_gears_are_numbers() -> None:
         parse_gears("1,x", "dynamic_dims")
 
 
-def test_dynamic_aipp_is_not_simulated() -> None:
-    """Refused rather than ignored."""
-    with pytest.raises(AtcError, match="dynamic"):
-        parse_aipp("aipp_op { aipp_mode: dynamic }")
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("aipp_op { aipp_mode: dynamic }", "max_src_image_size"),
+        ("aipp_op { aipp_mode: sometimes }", "neither static nor dynamic"),
+        ("aipp_op { aipp_mode: static input_format: BGR }", "BGR is not supported"),
+        ("aipp_op { aipp_mode: static input_format: RGB888_U8 mean_chn_0: x }", "no number"),
+        ("input_format: RGB888_U8", "no aipp_op"),
+    ],
+)
+def test_wrong_aipp_configurations_are_refused(text: str, error: str) -> None:
+    """With a code, as by atc."""
+    with pytest.raises(AtcError, match=error):
+        parse_aipp(text)
+
+
+def test_several_aipp_configurations_are_told_apart() -> None:
+    """By the number of the input; comments do not count."""
+    text = (
+        "aipp_op { aipp_mode: dynamic max_src_image_size: 8 }  # the first\n"
+        "aipp_op {\n related_input_rank: 2 # third\n aipp_mode: static\n "
+        "input_format : RGB888_U8 }"
+    )
+    assert {rank: c["aipp_mode"] for rank, c in parse_aipp(text).items()} == {
+        0: "dynamic", 2: "static",
+    }  # fmt: skip
 
 
 # ais_bench.
