@@ -21,6 +21,7 @@ import numpy as np
 
 from npuserve.backends.acl.codes import DATATYPE_BY_ACL, DYNAMIC_TENSOR_NAME
 from npuserve.backends.base import BackendModelContext, ExecutionBatch, ModelInstance
+from npuserve.backends.batch_input import BatchTensors
 from npuserve.backends.model_signature import (
     DEFAULT_MAX_BATCH_SIZE,
     ModelSignature,
@@ -113,6 +114,7 @@ class AisBenchInstance(ModelInstance):
         self._device_id = device_id
         self._session: Any = None
         self._batching = context.config.max_batch_size > 0
+        self._batch_tensors = BatchTensors(context.config)  # none: refused at load
         self._mode = ""
         self._gears = _gears(context.parameters.get("gears", ""))
         self._custom_sizes = _custom_sizes(context.parameters.get("custom_sizes", "100000"))
@@ -136,7 +138,7 @@ class AisBenchInstance(ModelInstance):
         datatypes = {t.name: t.datatype for t in signature.outputs if t.name in served | states}
         services = self._context.services
         pool = None if services is None else services.buffer_pool
-        self._writer = OutputWriter(datatypes, states, pool)
+        self._writer = OutputWriter(datatypes, states, pool, self._batch_tensors)
 
     def _choose_mode(self, is_dynamic: bool) -> str:
         mode = self._context.parameters.get("mode")
@@ -152,7 +154,9 @@ class AisBenchInstance(ModelInstance):
 
     def execute(self, batch: ExecutionBatch) -> None:
         """See `ModelInstance.execute`."""
-        groups, refused = group_requests(batch.requests, self._input_names, self._batching)
+        groups, refused = group_requests(
+            batch.requests, self._input_names, self._batching, self._batch_tensors
+        )
         for request, error in refused:
             batch.send(request, InferenceResponse.from_error(error))
         batch.input_ready()

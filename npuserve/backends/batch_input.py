@@ -68,10 +68,15 @@ class BatchTensors:
 
     Attributes:
         ragged: inputs that requests of different shapes may share a batch with.
+        input_names: inputs that the batch itself makes.
+        scattered: outputs that are one flat row of all requests' elements.
     """
 
     def __init__(self, config: ModelConfig) -> None:
         self.ragged = frozenset(entry.name for entry in config.input if entry.allow_ragged_batch)
+        self.input_names = frozenset(
+            name for entry in config.batch_input for name in entry.target_name
+        )
         self._inputs = [
             (
                 tuple(entry.target_name),
@@ -86,6 +91,7 @@ class BatchTensors:
             for entry in config.batch_output
             for name in entry.target_name
         }
+        self.scattered = frozenset(self._output_sources)
 
     def inputs(self, requests: Sequence[InferenceRequest]) -> dict[str, NDArray[Any]]:
         """The batch inputs of a batch of these requests, by name."""

@@ -32,7 +32,11 @@ from npuserve.backends.atc import compile_onnx, default_cache_dir, find_atc
 from npuserve.backends.base import Backend, BackendModelContext
 from npuserve.backends.model_signature import DEFAULT_MAX_BATCH_SIZE, complete_config
 from npuserve.backends.npu_instance import NpuInstance
-from npuserve.backends.npu_signature import complete_scheduler, is_complete, refuse_batch_tensors
+from npuserve.backends.npu_signature import (
+    batch_tensor_settings,
+    complete_scheduler,
+    is_complete,
+)
 from npuserve.backends.om import positive_number
 from npuserve.backends.onnx_graph import read_signature
 from npuserve.errors import InvalidArgumentError, NotFoundError, UnavailableError
@@ -103,7 +107,6 @@ class GeBackend(Backend):
     def load(self, context: BackendModelContext) -> Sequence[ModelInstance]:
         """See `Backend.load`. Compiles, unless that was done before."""
         path = onnx_path(context)
-        refuse_batch_tensors(context.config)
         try:
             library = load_library()
             find_atc()
@@ -216,7 +219,9 @@ def _shape_flags(config: ModelConfig, parameters: Mapping[str, str], path: Path)
     batching = config.max_batch_size > 0
     has_aipp = _INSERT_OP_CONF in parameters
     shapes = {name: list(dims) for name, dims in _input_dims(config, path, has_aipp).items()}
-    is_fixed = all(-1 not in dims for dims in shapes.values())
+    # A flat row of several requests has any length, whatever dims say of one.
+    is_ragged = bool(batch_tensor_settings(config))
+    is_fixed = not is_ragged and all(-1 not in dims for dims in shapes.values())
     if parameters.get("static_model") == "1" and (batching or not is_fixed):
         raise InvalidArgumentError(
             "static_model needs fixed shapes: leave max_batch_size out and write whole dims "

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from npuserve.backends.batch_input import BatchTensors, join_ragged
 from npuserve.buffer_pool import LARGE_TENSOR_BYTES
 from npuserve.errors import InvalidArgumentError, NpuserveError
 from npuserve.response import InferenceResponse
@@ -36,6 +37,7 @@ class Group:
         requests: in order; a single one for a model without a batch dimension.
         shapes: for each input the whole shape, rows of all requests together on axis 0.
         rows: rows of all requests; 0 without a batch dimension.
+        made: tensors of all requests together: ragged inputs as one flat row, and batch inputs.
         error: why it failed.
         pieces: for each request and output what came back, in order of the rows.
     """
@@ -43,6 +45,7 @@ class Group:
     requests: list[InferenceRequest]
     shapes: list[Shape]
     rows: int
+    made: dict[str, NDArray[Any]] = field(default_factory=dict)
     error: NpuserveError | None = None
     pieces: list[dict[str, list[Piece]]] = field(default_factory=list)
 
@@ -67,18 +70,27 @@ class Group:
 
 
 def group_requests(
-    requests: Sequence[InferenceRequest], names: Sequence[str], batching: bool
-) -> tuple[list[Group], list[tuple[InferenceRequest, NpuserveError]]]:
-    """Neighbours with equal shapes (rows aside) together, and requests that lack an input."""
+    requests: Sequence[InferenceRequest], names: Sequence[str], batching: bool,
+    batch_tensors: BatchTensors,
+) -> tuple[list[Group], list[tuple[InferenceRequest, NpuserveError]]]:  # fmt: skip
+    """Neighbours with equal shapes (rows aside) together, and requests that lack an input.
+
+    Args:
+        names: the model's inputs.
+        batch_tensors: ragged inputs, whose shapes do not keep requests apart, and batch inputs.
+    """
     groups: list[Group] = []
     refused: list[tuple[InferenceRequest, NpuserveError]] = []
+    made = batch_tensors.ragged | batch_tensors.input_names
+    equal = [name for name in names if name not in made]
+    needed = [name for name in names if name not in batch_tensors.input_names]
     for request in requests:
-        missing = [name for name in names if name not in request.inputs]
+        missing = [name for name in needed if name not in request.inputs]
         if missing:
             text = f"input '{missing[0]}' is missing; a compiled model needs all its inputs"
             refused.append((request, InvalidArgumentError(text)))
             continue
-        shapes = [tuple(request.inputs[name].shape) for name in names]
+        shapes = [tuple(request.inputs[name].shape) for name in equal]
         rows = request.batch_size if batching else 0
         last = groups[-1] if groups else None
         if batching and last is not None and _tails(last.shapes) == _tails(shapes):
@@ -89,7 +101,19 @@ def group_requests(
             groups.append(Group([request], shapes, rows))
     for group in groups:
         group.pieces = [{} for _ in group.requests]
+        if made:
+            _make(group, names, equal, batch_tensors)
     return groups, refused
+
+
+def _make(
+    group: Group, names: Sequence[str], equal: Sequence[str], batch_tensors: BatchTensors
+) -> None:
+    group.made = batch_tensors.inputs(group.requests)
+    for name in batch_tensors.ragged:
+        group.made[name] = join_ragged([request.inputs[name] for request in group.requests])
+    own = dict(zip(equal, group.shapes, strict=True))
+    group.shapes = [own[name] if name in own else group.made[name].shape for name in names]
 
 
 def _tails(shapes: Sequence[Shape]) -> list[Shape]:
@@ -107,6 +131,9 @@ def stage_input(
             rest is zeroed.
         dims: of the staged tensor.
     """
+    if name in group.made:
+        target[...] = np.ascontiguousarray(group.made[name]).reshape(-1).view(np.uint8)
+        return
     tensor = group.requests[0].inputs[name]
     item = ITEM_SIZE[tensor.datatype]
     array = target.reshape(*dims, item)
@@ -150,14 +177,17 @@ class OutputWriter:
         datatypes: wire datatype of every output that is served, by name.
         always: outputs to return even if a request does not ask for them (states).
         pool: where large outputs get their memory; None: from the system.
+        batch_tensors: outputs that are one flat row of all requests' elements.
     """
 
     def __init__(
-        self, datatypes: dict[str, str], always: set[str], pool: BufferPool | None
-    ) -> None:
+        self, datatypes: dict[str, str], always: set[str], pool: BufferPool | None,
+        batch_tensors: BatchTensors,
+    ) -> None:  # fmt: skip
         self.datatypes = datatypes
         self._always = always
         self._pool = pool
+        self._batch_tensors = batch_tensors
 
     def take(self, group: Group, start: int, stop: int, name: str, array: NDArray[Any]) -> None:
         """Keep an output of rows [start, stop), copied out of the device's staging memory.
@@ -167,7 +197,11 @@ class OutputWriter:
 
         Raises:
             InvalidArgumentError: it has fewer rows than the batch.
+            InternalError: it is a flat row and has not the elements of the batch.
         """
+        if name in self._batch_tensors.scattered:
+            self._scatter(group, name, array)
+            return
         if not group.rows:
             if self._is_wanted(group.requests[0], name):
                 group.pieces[0][name] = [self._own(array)]
@@ -181,6 +215,14 @@ class OutputWriter:
             if self._is_wanted(group.requests[index], name):
                 pieces = group.pieces[index].setdefault(name, [])
                 pieces.append(self._own(array[place]))
+
+    def _scatter(self, group: Group, name: str, array: NDArray[Any]) -> None:
+        item = array.shape[-1]
+        elements = array.reshape(-1).view(np.dtype((np.void, item)))
+        parts = self._batch_tensors.scatter(name, elements, group.requests) or []
+        for request, pieces, part in zip(group.requests, group.pieces, parts, strict=True):
+            if self._is_wanted(request, name):
+                pieces[name] = [self._own(part.view(np.uint8).reshape(*part.shape, item))]
 
     def _is_wanted(self, request: InferenceRequest, name: str) -> bool:
         wanted = request.requested_outputs

@@ -20,9 +20,10 @@ from npuserve.backends.acl.library import AclCallError, load_library
 from npuserve.backends.acl.model import ModelKind
 from npuserve.backends.acl.runner import ModelRunner, RunnerOptions
 from npuserve.backends.base import BackendModelContext, ExecutionBatch, PipelinedInstance
+from npuserve.backends.batch_input import BatchTensors
 from npuserve.backends.model_signature import check_config, scheduler_output_names
 from npuserve.backends.npu_batch import Group, OutputWriter, Shape, group_requests, stage_input
-from npuserve.backends.npu_signature import output_names, signature_of
+from npuserve.backends.npu_signature import check_batch_tensors, output_names, signature_of
 from npuserve.errors import InternalError, InvalidArgumentError, NpuserveError
 from npuserve.response import InferenceResponse
 from npuserve.tensor import ITEM_SIZE, element_count
@@ -97,6 +98,7 @@ class NpuInstance(PipelinedInstance):
         self._parts: deque[_Part] = deque()
         self._groups: dict[int, list[Group]] = {}  # by id(batch), of the submitted batches
         self._batching = context.config.max_batch_size > 0
+        self._batch_tensors = BatchTensors(context.config)
         self.pipeline_depth = sum(options.depth for options in lanes)
         self.max_inflight = self.pipeline_depth + 1
         self._description: ModelDescription
@@ -110,8 +112,9 @@ class NpuInstance(PipelinedInstance):
         runners = [lane.open() for lane in self._lanes]
         config = self._context.config
         signature = signature_of(runners[0], config)
-        check_config(config, signature)
         self._description = runners[0].description
+        check_batch_tensors(config, self._description)
+        check_config(config, signature)
         self._paddable = paddable_axes(self._description.gears, self._batching)
         self._input_names = [spec.name for spec in self._description.inputs]
         self._output_names = output_names(self._description.outputs, config)
@@ -124,11 +127,13 @@ class NpuInstance(PipelinedInstance):
         }
         services = self._context.services
         pool = None if services is None else services.buffer_pool
-        self._writer = OutputWriter(datatypes, states, pool)
+        self._writer = OutputWriter(datatypes, states, pool, self._batch_tensors)
 
     def submit(self, batch: ExecutionBatch) -> None:
         """See `PipelinedInstance.submit`."""
-        groups, refused = group_requests(batch.requests, self._input_names, self._batching)
+        groups, refused = group_requests(
+            batch.requests, self._input_names, self._batching, self._batch_tensors
+        )
         for request, error in refused:
             batch.send(request, InferenceResponse.from_error(error))
         self._groups[id(batch)] = groups
@@ -175,7 +180,7 @@ class NpuInstance(PipelinedInstance):
 
     def _start(self, batch: ExecutionBatch, group: Group, start: int, stop: int) -> None:
         shapes: list[Shape] = group.shapes
-        if group.rows:
+        if group.rows and not group.made:
             shapes = [(stop - start, *shape[1:]) for shape in shapes]
         gear = self._gear(shapes)
         staged = shapes if gear is None else gear.inputs

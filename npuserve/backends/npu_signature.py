@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 from npuserve.backends.acl.model import ModelKind
 from npuserve.backends.model_signature import DEFAULT_MAX_BATCH_SIZE, ModelSignature, ModelTensor
 from npuserve.errors import InvalidArgumentError
+from npuserve.model_config import datatype_name
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from npuserve.backends.acl.model import TensorSpec
+    from npuserve.backends.acl.model import ModelDescription, TensorSpec
     from npuserve.backends.acl.runner import ModelRunner
     from npuserve.model_config import ModelConfig
 
@@ -68,23 +69,49 @@ def output_names(outputs: Sequence[TensorSpec], config: ModelConfig) -> list[str
     return names
 
 
-def refuse_batch_tensors(config: ModelConfig) -> None:
-    """Compiled models run equal shapes together: there is no flat row of ragged requests.
-
-    Raises:
-        InvalidArgumentError: the configuration asks for one.
-    """
+def batch_tensor_settings(config: ModelConfig) -> list[str]:
+    """The settings by which a configuration asks for tensors of the whole batch."""
     settings = {
         "batch_input": bool(config.batch_input),
         "batch_output": bool(config.batch_output),
         "allow_ragged_batch": any(entry.allow_ragged_batch for entry in config.input),
     }
-    for name, is_set in settings.items():
-        if is_set:
-            raise InvalidArgumentError(
-                f"unable to load model '{config.name}', {name} is not supported for compiled NPU "
-                "models; backends pytorch, onnxruntime and python support it"
-            )
+    return [name for name, is_set in settings.items() if is_set]
+
+
+def refuse_batch_tensors(config: ModelConfig, where: str) -> None:
+    """Equal shapes run together there: there is no flat row of ragged requests.
+
+    Raises:
+        InvalidArgumentError: the configuration asks for one.
+    """
+    for name in batch_tensor_settings(config):
+        raise InvalidArgumentError(
+            f"unable to load model '{config.name}', {name} is not supported for {where}; models "
+            "compiled for dynamic shapes and backends pytorch, onnxruntime and python support it"
+        )
+
+
+def check_batch_tensors(config: ModelConfig, description: ModelDescription) -> None:
+    """Only a model of dynamic shape takes rows of any length.
+
+    To the length of a gear they would have to be padded, and counts and ends with them: what that
+    means only the model knows.
+
+    Raises:
+        InvalidArgumentError: the model has compiled shapes, or a batch input another datatype.
+    """
+    if description.kind is not ModelKind.RANGES:
+        refuse_batch_tensors(config, f"a model of {description.kind.value} shape")
+    datatypes = {spec.name: spec.datatype for spec in description.inputs}
+    for entry in config.batch_input:
+        for name in entry.target_name:
+            made, wanted = datatype_name(entry.data_type), datatypes.get(name)
+            if made != wanted:
+                raise InvalidArgumentError(
+                    f"unable to load model '{config.name}', batch_input '{name}' is {made}, the "
+                    f"model's input is {wanted or 'not there'}"
+                )
 
 
 def is_complete(config: ModelConfig) -> bool:

@@ -57,9 +57,9 @@ class OmBackend(Backend):
     def load(self, context: BackendModelContext) -> Sequence[ModelInstance]:
         """See `Backend.load`."""
         path = model_path(context)
-        refuse_batch_tensors(context.config)
         aipp = aipp_parameters(context.parameters)
         if engine_of(context) == "ais_bench":
+            refuse_batch_tensors(context.config, "engine 'ais_bench'")
             if aipp:
                 raise InvalidArgumentError(
                     f"parameter '{min(aipp)}' of model '{context.name}' needs engine 'acl': "

@@ -10,6 +10,8 @@ import pytest
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
+from npuserve.backends.base import Backend
+from npuserve.backends.ge import GeBackend
 from npuserve.backends.om import OmBackend, parse_cores
 from npuserve.errors import (
     InvalidArgumentError,
@@ -402,25 +404,117 @@ async def test_without_cann_the_model_is_unavailable(tmp_path: Path) -> None:
     assert "set_env.sh" in str(error)
 
 
-@pytest.mark.parametrize(
-    ("name", "setting"),
-    [
-        ("batch_input", "batch_input { kind: BATCH_ELEMENT_COUNT target_name: 'n' }"),
-        ("batch_output", "batch_output { target_name: 'y' }"),
-        (
-            "allow_ragged_batch",
-            "input { name: 'x' data_type: TYPE_FP32 dims: 3 allow_ragged_batch: true }",
-        ),
-    ],
+# Ragged batches.
+
+RAGGED = {
+    "batch_input": "batch_input { kind: BATCH_ACCUMULATED_ELEMENT_COUNT target_name: 'end' "
+    "data_type: TYPE_INT32 source_input: 'x' }",
+    "batch_output": "batch_output { target_name: 'y' kind: BATCH_SCATTER_WITH_INPUT_SHAPE "
+    "source_input: 'x' }",
+    "allow_ragged_batch": "input { name: 'x' data_type: TYPE_FP32 dims: -1 "
+    "allow_ragged_batch: true }",
+}
+
+
+def ragged_onnx(model_dir: Path) -> Path:
+    """Twice a row of elements, their ends, and twice a scale for each request."""
+    return onnx_models.save(
+        model_dir,
+        [
+            helper.make_node("Constant", [], ["axis"], value_ints=[1]),
+            helper.make_node("Add", ["x", "x"], ["y"], name="add"),
+            helper.make_node("Unsqueeze", ["end", "axis"], ["seen"], name="seen"),
+            helper.make_node("Add", ["scale", "scale"], ["twice"], name="twice"),
+        ],
+        [
+            value("x", TensorProto.FLOAT, ["elements"]),
+            value("end", TensorProto.INT32, ["requests"]),
+            value("scale", TensorProto.FLOAT, ["requests", 2]),
+        ],
+        [
+            value("y", TensorProto.FLOAT, ["elements"]),
+            value("seen", TensorProto.INT32, ["requests", 1]),
+            value("twice", TensorProto.FLOAT, ["requests", 2]),
+        ],
+    )
+
+
+RAGGED_CONFIG = (
+    "max_batch_size: 8 " + " ".join(RAGGED.values()) + " input { name: 'scale' data_type: "
+    "TYPE_FP32 dims: 2 } output { name: 'y' data_type: TYPE_FP32 dims: -1 } output { name: 'seen' "
+    "data_type: TYPE_INT32 dims: 1 } output { name: 'twice' data_type: TYPE_FP32 dims: 2 } "
 )
-async def test_ragged_batches_are_refused(
-    tmp_path: Path, machine: Runtime, name: str, setting: str
+
+
+@pytest.mark.parametrize("backend", ["om", "ge"])
+async def test_ragged_requests_share_an_execution_of_a_dynamic_shape(
+    tmp_path: Path, machine: Runtime, backend: str
 ) -> None:
-    """At the load, naming the setting, not with the first request."""
-    driver = BackendDriver(OmBackend(), make_config(f"max_batch_size: 4 {setting}"), tmp_path)
+    """One row of elements with their ends goes in, and what comes out is cut apart again."""
+    ragged_onnx(tmp_path)
+    config = make_config(RAGGED_CONFIG)
+    made: Backend = OmBackend()
+    if backend == "ge":
+        config = onnx_models.config(
+            'backend: "ge" ' + RAGGED_CONFIG + parameters(cache_dir=str(tmp_path / "cache"))
+        )
+        made = GeBackend()
+    else:
+        compile_om(tmp_path)
+    lengths = (3, 1, 4, 700)
+    requests = [
+        {"x": rows(1, length, length), "scale": rows(1, 2, seed)}
+        for seed, length in enumerate(lengths)
+    ]
+    async with BackendDriver(made, config, tmp_path) as driver:
+        before = machine.calls["acl.mdl.execute_async"]
+        answers = await driver.infer(*requests)
+        assert machine.calls["acl.mdl.execute_async"] == before + 1
+        (some,) = await driver.infer(requests[0], outputs=["y"])
+    for answer, request, end in zip(answers, requests, np.cumsum(lengths), strict=True):
+        np.testing.assert_array_equal(answer.array("y"), 2 * request["x"])
+        np.testing.assert_array_equal(answer.array("seen"), [[end]])
+        np.testing.assert_array_equal(answer.array("twice"), 2 * request["scale"])
+    assert [tensor.name for tensor in some.responses[0].outputs] == ["y"]
+
+
+async def test_a_ragged_output_must_have_the_elements_of_the_batch(
+    tmp_path: Path, machine: Runtime
+) -> None:
+    """Else it cannot be cut apart: an error for those requests."""
+    ragged_onnx(tmp_path)
+    compile_om(tmp_path)
+    text = RAGGED_CONFIG.replace("target_name: 'y'", "target_name: 'seen'")
+    config = make_config(text.replace("output { name: 'y' data_type: TYPE_FP32 dims: -1 }", ""))
+    async with BackendDriver(OmBackend(), config, tmp_path) as driver:
+        (answer,) = await driver.infer({"x": rows(1, 5), "scale": rows(1, 2)})
+        assert "output 'seen' has 1 elements, but input 'x'" in str(answer.error)
+
+
+async def test_batch_inputs_have_the_datatype_of_the_model(
+    tmp_path: Path, machine: Runtime
+) -> None:
+    """Bytes are all that the card sees, so a mistake would give wrong numbers."""
+    ragged_onnx(tmp_path)
+    compile_om(tmp_path)
+    error = await load_error(
+        tmp_path, RAGGED_CONFIG.replace("TYPE_INT32 source", "TYPE_INT64 source")
+    )
+    assert "batch_input 'end' is INT64, the model's input is INT32" in str(error)
+
+
+@pytest.mark.parametrize("name", sorted(RAGGED))
+async def test_ragged_batches_need_a_dynamic_shape(
+    tmp_path: Path, machine: Runtime, name: str
+) -> None:
+    """With gears they are an error of the load that names the setting, and with ais_bench."""
     batch_om(tmp_path)
-    with pytest.raises(InvalidArgumentError, match=f"{name} is not supported"):
-        await driver.__aenter__()
+    text = f"max_batch_size: 4 {RAGGED[name]} "
+    if name != "allow_ragged_batch":
+        text += "input { name: 'x' data_type: TYPE_FP32 dims: 3 }"
+    for engine in ("acl", "ais_bench"):
+        error = await load_error(tmp_path, text + parameters(engine=engine))
+        assert f"{name} is not supported for" in str(error)
     assert machine.leaks() == []
 
 
