@@ -9,7 +9,8 @@ Tensor names in the configuration are the arguments of the model's forward funct
     DISABLE_OPTIMIZED_EXECUTION   "true": TorchScript without the profiling executor's rewriting
     ENABLE_WEIGHT_SHARING         "true": instances on one device share one copy of the model
 
-and `torchair`: "max-autotune" or "reduce-overhead" compiles a .pt2 model for the card.
+and `torchair`: "max-autotune", "reduce-overhead" or another mode of torchair compiles a .pt2 model
+for the card, once for each instance.
 """
 
 from __future__ import annotations
@@ -93,6 +94,11 @@ class PytorchBackend(Backend):
         path = model_path(context)
         if not _flag(context.parameters.get("ENABLE_WEIGHT_SHARING"), False):
             return load_module(path, device, context.parameters)
+        if context.parameters.get("torchair"):
+            # Nothing says that one compiled graph may run in several threads.
+            raise InvalidArgumentError(
+                f"model '{context.name}': ENABLE_WEIGHT_SHARING and torchair exclude each other"
+            )
         key = (str(context.version_dir), device)
         with self._lock:
             if key not in self._shared:

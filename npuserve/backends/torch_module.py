@@ -14,7 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 from npuserve.backends.model_signature import ModelSignature, ModelTensor
 from npuserve.backends.registry import import_runtime
-from npuserve.errors import InternalError, InvalidArgumentError, NotFoundError, UnavailableError
+from npuserve.errors import (
+    InternalError,
+    InvalidArgumentError,
+    NotFoundError,
+    NpuserveError,
+    UnavailableError,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -135,6 +141,7 @@ def load_module(path: Path, device: str, parameters: Mapping[str, str]) -> Torch
 
     Raises:
         InternalError: torch refused the file.
+        InvalidArgumentError, UnavailableError: it cannot be compiled as `torchair` asks.
     """
     torch = runtime()
     try:
@@ -143,9 +150,15 @@ def load_module(path: Path, device: str, parameters: Mapping[str, str]) -> Torch
             module = program.module().to(device)
             names = list(program.graph_signature.user_inputs)
             positional = len(program.example_inputs[0])
-            return TorchModule(_compiled(module, parameters), names, positional)
+            mode = parameters.get("torchair")
+            if mode:
+                free = any(-1 in tensor.shape for tensor in _program_inputs(program))
+                module = _compiled(module, mode, device, free)
+            return TorchModule(module, names, positional)
         module = torch.jit.load(str(path), map_location=device)
         module.eval()
+    except NpuserveError:
+        raise
     except Exception as error:  # torch raises whatever it likes for a bad file
         raise InternalError(f"failed to load model '{path.name}': {error}") from error
     if parameters.get("torchair"):
@@ -165,21 +178,35 @@ def is_exported(path: Path) -> bool:
         return any(name.endswith("archive_format") for name in archive.namelist())
 
 
-def _compiled(module: Any, parameters: Mapping[str, str]) -> Any:
-    """The module, through torchair's graph mode if the model asks for it.
+def _compiled(module: Any, mode: str, device: str, free: bool) -> Any:
+    """The module through torchair's graph mode; the first call of each graph compiles it.
 
     Args:
-        parameters: `torchair`: "max-autotune" (GE graphs) or "reduce-overhead" (captured graphs).
+        mode: "max-autotune" (GE graphs), "reduce-overhead" (captured graphs) or what else this
+            torchair knows.
+        free: whether axes of its inputs are free. Then one graph serves all lengths: torch refuses
+            to compile a ninth one, and each would take tens of seconds in the middle of serving.
+
+    Source: `torchair/configs/compiler_config.py` and `npu_fx_compiler.py` of torch_npu.
     """
-    mode = parameters.get("torchair")
-    if not mode:
-        return module
     import_runtime("torch_npu", "install the torch-npu release that fits torch and CANN")
+    if device == "cpu":
+        raise InvalidArgumentError(
+            "parameter 'torchair' compiles for NPU cards, the instance is on the CPU; place it "
+            "with kind: KIND_NPU"
+        )
     torchair = import_runtime("torchair", "it comes with torch-npu")
-    config = torchair.CompilerConfig()
-    config.mode = mode
+    try:
+        config = torchair.CompilerConfig()
+    except Exception as error:  # torch_npu loads the real module now, with whatever that raises
+        raise UnavailableError(f"torchair does not load: {error}") from error
+    try:
+        config.mode = mode
+    except ValueError as error:
+        reason = str(error).partition("\n")[0]  # a traceback follows
+        raise InvalidArgumentError(f"parameter 'torchair' is '{mode}': {reason}") from error
     backend = torchair.get_npu_backend(compiler_config=config)
-    return runtime().compile(module, backend=backend, dynamic=False, fullgraph=True)
+    return runtime().compile(module, backend=backend, dynamic=free, fullgraph=True)
 
 
 def exported_signature(path: Path) -> ModelSignature:
@@ -192,15 +219,24 @@ def exported_signature(path: Path) -> ModelSignature:
         program = runtime().export.load(path)
     except Exception as error:  # torch raises whatever it likes for a bad file
         raise InternalError(f"failed to load model '{path.name}': {error}") from error
-    values = {node.name: node.meta.get("val") for node in program.graph.nodes}
-    signature = program.graph_signature
+    values = _values(program)
     return ModelSignature(
-        tuple(_tensor(name, values[name]) for name in signature.user_inputs),
+        _program_inputs(program),
         tuple(
             _tensor(f"OUTPUT__{index}", values[name])
-            for index, name in enumerate(signature.user_outputs)
+            for index, name in enumerate(program.graph_signature.user_outputs)
         ),
     )
+
+
+def _values(program: Any) -> dict[str, Any]:
+    """What every node of the program is for its example."""
+    return {node.name: node.meta.get("val") for node in program.graph.nodes}
+
+
+def _program_inputs(program: Any) -> tuple[ModelTensor, ...]:
+    values = _values(program)
+    return tuple(_tensor(name, values[name]) for name in program.graph_signature.user_inputs)
 
 
 def _tensor(name: str, value: Any) -> ModelTensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -321,6 +322,126 @@ async def test_bad_files_and_parameters(tmp_path: Path) -> None:
         assert isinstance(error, InvalidArgumentError)
     (tmp_path / "1" / "model.pt").write_bytes(b"rubbish")
     assert "failed to load model" in str(await load_error(tmp_path, text))
+
+
+# torchair, as torch_npu publishes it: its module needs CANN to be imported.
+
+
+class CompilerConfig:
+    """Takes its own options only, and of the modes those there are."""
+
+    MODES = ("max-autotune", "reduce-overhead", "npugraph_ex")
+
+    def __init__(self) -> None:
+        self.__dict__["mode"] = "max-autotune"
+
+    def __setattr__(self, key: str, option: str) -> None:
+        if key != "mode":
+            raise ValueError(f"CompilerConfig has no option {key}")
+        if option not in self.MODES:
+            text = f"Value '{option}' not in optional list {self.MODES}."
+            raise ValueError(f"{text}\nTraceback (most recent call last): …")
+        self.__dict__[key] = option
+
+
+class Torchair(ModuleType):
+    """Counts graphs; what it compiles runs as it is."""
+
+    CompilerConfig = CompilerConfig
+
+    def __init__(self) -> None:
+        super().__init__("torchair")
+        self.graphs: list[str] = []
+
+    def get_npu_backend(
+        self, *, compiler_config: Any = None, custom_decompositions: Any = None
+    ) -> Any:
+        mode = "max-autotune" if compiler_config is None else compiler_config.mode
+
+        def compile_graph(graph: Any, example_inputs: Any) -> Any:
+            self.graphs.append(mode)
+            return graph.forward
+
+        return compile_graph
+
+
+@pytest.fixture
+def torchair(monkeypatch: pytest.MonkeyPatch) -> Torchair:
+    """Torch_npu and torchair for a card that is the CPU."""
+    module = Torchair()
+    monkeypatch.setitem(sys.modules, "torch_npu", ModuleType("torch_npu"))
+    monkeypatch.setitem(sys.modules, "torchair", module)
+    npu = SimpleNamespace(Stream=lambda device: device, stream=contextlib.nullcontext)
+    monkeypatch.setattr(torch, "npu", npu, raising=False)
+    monkeypatch.setattr("npuserve.backends.pytorch.device_of", lambda placement: "cpu:0")
+    torch._dynamo.reset()
+    return module
+
+
+SCALE = (
+    'input { name: "x" data_type: TYPE_FP32 dims: 3 } '
+    'input { name: "by" data_type: TYPE_FP32 dims: 3 } '
+    'output { name: "OUTPUT__0" data_type: TYPE_FP32 dims: 3 } '
+)
+
+
+@pytest.mark.timeout(120)
+async def test_torchair_compiles_one_graph_for_all_batches(
+    tmp_path: Path, torchair: Torchair
+) -> None:
+    """More batch sizes than torch would compile graphs for; a batch of one has its own graph."""
+    text = "max_batch_size: 16 " + SCALE + parameters(torchair="reduce-overhead")
+    async with serve(exported(tmp_path), text) as driver:
+        for count in range(1, 17):
+            x, by = np.random.default_rng(count).random((2, count, 3), np.float32)
+            (answer,) = await driver.infer({"x": x, "by": by})
+            np.testing.assert_array_equal(answer.array("OUTPUT__0"), x * by)
+    assert set(torchair.graphs) == {"reduce-overhead"}
+    assert len(torchair.graphs) <= 2
+
+
+@pytest.mark.timeout(120)
+async def test_torchair_compiles_a_fixed_shape_once(tmp_path: Path, torchair: Torchair) -> None:
+    """A graph of static shape, by the default mode."""
+    (tmp_path / "1").mkdir()
+    program = torch.export.export(Scale(), (torch.ones(2, 3), torch.ones(2, 3)))
+    torch.export.save(program, tmp_path / "1" / "model.pt2")
+    text = SCALE.replace("dims: 3", "dims: [2, 3]") + parameters(torchair="max-autotune")
+    async with serve(tmp_path, text) as driver:
+        for factor in (1, 2, 3):
+            x = np.full((2, 3), factor, np.float32)
+            (answer,) = await driver.infer({"x": x, "by": x})
+            np.testing.assert_array_equal(answer.array("OUTPUT__0"), x * x)
+    assert torchair.graphs == ["max-autotune"]
+
+
+async def test_torchair_that_cannot_be_used(
+    tmp_path: Path, torchair: Torchair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another mode, shared weights, the CPU, a torchair or torch_npu that does not load."""
+    exported(tmp_path)
+    text = "max_batch_size: 4 " + SCALE
+    error = await load_error(tmp_path, text + parameters(torchair="fastest"))
+    assert isinstance(error, InvalidArgumentError)
+    assert "parameter 'torchair' is 'fastest'" in str(error)
+    assert "reduce-overhead" in str(error)
+    assert "Traceback" not in str(error)
+    wanted = text + parameters(torchair="max-autotune")
+    error = await load_error(tmp_path, wanted + parameters(ENABLE_WEIGHT_SHARING="true"))
+    assert "exclude each other" in str(error)
+    broken = ModuleType("torchair")  # such as torch_npu's lazy one without CANN
+    monkeypatch.setitem(sys.modules, "torchair", broken)
+    error = await load_error(tmp_path, wanted)
+    assert isinstance(error, UnavailableError)
+    assert "torchair does not load" in str(error)
+    monkeypatch.setattr("npuserve.backends.pytorch.device_of", lambda placement: "cpu")
+    error = await load_error(tmp_path, wanted)
+    assert isinstance(error, InvalidArgumentError)
+    assert "the instance is on the CPU" in str(error)
+    monkeypatch.setitem(sys.modules, "torch_npu", None)
+    error = await load_error(tmp_path, wanted)
+    assert isinstance(error, UnavailableError)
+    assert "install the torch-npu release" in str(error)
 
 
 # A published file.
