@@ -28,6 +28,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# Young garbage is looked for as often as by default, in everything that is alive ten times less
+# often: with 100,000 requests in the queue that takes the loop half a second, each time their
+# number has grown by a quarter. What is left of old cycles goes when the server is idle.
+_GC_THRESHOLDS = (700, 10, 100)
+
 
 class FrontEnd(Protocol):
     """A listener: HTTP, gRPC, metrics, SageMaker or Vertex AI."""
@@ -86,6 +91,7 @@ async def serve(options: ServerOptions) -> int:
             # costs a request no longer than the others.
             gc.collect()
             gc.freeze()
+            gc.set_threshold(*_GC_THRESHOLDS)
             async with front_ends(server):
                 await stop.wait()
                 server.stopping = True
