@@ -15,7 +15,8 @@ that the simulated `atc` makes; onnxruntime executes them.
     memory.py     device and host        the functions of `acl`
     device.py     engines, streams     om_file.py engine.py aipp.py   the model file, running it
     op_file.py op_kernels.py op_run.py blas.py   single operators and the functions for them
-    media_*.py pictures.py image_files.py video_stream.py   `acl.media`: pictures and video
+    media_*.py himpi_*.py   `acl.media` and `acl.himpi`: pictures and video
+    pictures.py image_files.py video_stream.py   their pixels, files and streams
     runtime.py    a process's state    atc*.py npu_smi.py ais_bench.py   the other stand-ins
     telemetry.py  numbers for npu-smi
 """

@@ -160,12 +160,12 @@ def open_channel(runtime: Runtime, handle: int, mode: int = 0) -> ImageChannel:
 
 
 @dataclass(frozen=True)
-class _Job:
+class Job:
     """One picture made of a part of another."""
 
     source: Place
     target: Place
-    result: PicDesc
+    result: PicDesc | None = None
     area: Area | None = None
     where: Area | None = None
     border: Border | None = None
@@ -210,7 +210,7 @@ class _Job:
 
 
 def _process(
-    runtime: Runtime, channel_handle: int, name: str, jobs: list[_Job], stream: int
+    runtime: Runtime, channel_handle: int, name: str, jobs: list[Job], stream: int
 ) -> None:
     channel = open_channel(runtime, channel_handle, MODE_VPC)
     for job in jobs:
@@ -222,7 +222,7 @@ def _process(
             job.run(runtime, matrix)
 
     pixels = sum(job.source.pixels + job.target.pixels for job in jobs)
-    results = [job.result for job in jobs]
+    results = [job.result for job in jobs if job.result is not None]
     submit(runtime, runtime.stream(stream), VPC, name, pixels, work, results)
 
 
@@ -232,6 +232,12 @@ def _interpolation(runtime: Runtime, handle: int) -> int:
 
 def _area(runtime: Runtime, handle: int) -> Area:
     return runtime.find(handle, RoiConfig).area
+
+
+def _border(runtime: Runtime, handle: int) -> Border:
+    found = runtime.find(handle, BorderConfig)
+    sides = (found.top, found.bottom, found.left, found.right)
+    return Border(found.border_type, *sides, tuple(found.values))
 
 
 def _pair(runtime: Runtime, source: int, target: int) -> tuple[Place, Place, PicDesc]:
@@ -248,7 +254,7 @@ def vpc_resize(
     runtime: Runtime, channel: int, source: int, target: int, config: int, stream: int
 ) -> None:
     """Scale a picture to the size of the other one."""
-    job = _Job(*_pair(runtime, source, target), interpolation=_interpolation(runtime, config))
+    job = Job(*_pair(runtime, source, target), interpolation=_interpolation(runtime, config))
     _process(runtime, channel, "resize", [job], stream)
 
 
@@ -257,7 +263,7 @@ def vpc_crop(
     runtime: Runtime, channel: int, source: int, target: int, area: int, stream: int
 ) -> None:
     """Cut out a part, and scale it."""
-    job = _Job(*_pair(runtime, source, target), area=_area(runtime, area))
+    job = Job(*_pair(runtime, source, target), area=_area(runtime, area))
     _process(runtime, channel, "crop", [job], stream)
 
 
@@ -266,7 +272,7 @@ def vpc_crop_resize(
     runtime: Runtime, channel: int, source: int, target: int, area: int, config: int, stream: int
 ) -> None:
     """The same with a choice of interpolation."""
-    job = _Job(
+    job = Job(
         *_pair(runtime, source, target),
         area=_area(runtime, area),
         interpolation=_interpolation(runtime, config),
@@ -279,7 +285,7 @@ def vpc_crop_and_paste(
     runtime: Runtime, channel: int, source: int, target: int, area: int, where: int, stream: int
 ) -> None:
     """Cut out a part, scale it and put it over a part of the other picture."""
-    job = _Job(
+    job = Job(
         *_pair(runtime, source, target), area=_area(runtime, area), where=_area(runtime, where)
     )
     _process(runtime, channel, "crop, paste", [job], stream)
@@ -291,7 +297,7 @@ def vpc_crop_resize_paste(
     stream: int,
 ) -> None:  # fmt: skip
     """The same with a choice of interpolation."""
-    job = _Job(
+    job = Job(
         *_pair(runtime, source, target),
         area=_area(runtime, area),
         where=_area(runtime, where),
@@ -310,7 +316,18 @@ def vpc_convert_color(
     to_place = place_of(runtime, result, VPC_OUTPUT, _COLOUR_OUTPUTS)
     if (from_place.width, from_place.height) != (to_place.width, to_place.height):
         raise RefusedError(INVALID_PARAM, "conversion of colours does not change the size")
-    _process(runtime, channel, "convert", [_Job(from_place, to_place, result)], stream)
+    _process(runtime, channel, "convert", [Job(from_place, to_place, result)], stream)
+
+
+@entry("acl.media.dvpp_vpc_make_border_async", "kkkkk")
+def vpc_make_border(
+    runtime: Runtime, channel: int, source: int, target: int, border: int, stream: int
+) -> None:
+    """The same picture with a border."""
+    job = Job(*_pair(runtime, source, target), border=_border(runtime, border))
+    if job.inner_size != (job.source.width, job.source.height):
+        raise RefusedError(INVALID_PARAM, f"the border leaves {job.inner_size}")
+    _process(runtime, channel, "border", [job], stream)
 
 
 @entry("acl.media.dvpp_vpc_pyr_down_async", "kkkkk")
@@ -366,7 +383,7 @@ def vpc_batch_crop(
 ) -> int:  # fmt: skip
     """Cut out several parts of several pictures, and scale them."""
     jobs = [
-        _Job(source, target, result, area)
+        Job(source, target, result, area)
         for source, target, result, area, _ in _batch(runtime, sources, counts, targets, areas)
     ]
     _process(runtime, channel, "batch crop", jobs, stream)
@@ -381,7 +398,7 @@ def vpc_batch_crop_resize(
     """The same with a choice of interpolation."""
     how = _interpolation(runtime, config)
     jobs = [
-        _Job(source, target, result, area, interpolation=how)
+        Job(source, target, result, area, interpolation=how)
         for source, target, result, area, _ in _batch(runtime, sources, counts, targets, areas)
     ]
     _process(runtime, channel, "batch crop, resize", jobs, stream)
@@ -394,7 +411,7 @@ def vpc_batch_crop_and_paste(
 ) -> int:  # fmt: skip
     """Cut out several parts and put each over a part of a picture of its own."""
     jobs = [
-        _Job(source, target, result, area, _area(runtime, other))
+        Job(source, target, result, area, _area(runtime, other))
         for source, target, result, area, other in _batch(
             runtime, sources, counts, targets, areas, where
         )
@@ -411,7 +428,7 @@ def vpc_batch_crop_resize_paste(
     """The same with a choice of interpolation."""
     how = _interpolation(runtime, config)
     jobs = [
-        _Job(source, target, result, area, _area(runtime, other), interpolation=how)
+        Job(source, target, result, area, _area(runtime, other), interpolation=how)
         for source, target, result, area, other in _batch(
             runtime, sources, counts, targets, areas, where
         )
@@ -430,10 +447,6 @@ def vpc_batch_crop_resize_make_border(
     for source, target, result, area, other in _batch(
         runtime, sources, counts, targets, areas, borders
     ):
-        found = runtime.find(other, BorderConfig)
-        border = Border(
-            found.border_type, found.top, found.bottom, found.left, found.right,
-            tuple(found.values),
-        )  # fmt: skip
-        jobs.append(_Job(source, target, result, area, border=border, interpolation=how))
+        border = _border(runtime, other)
+        jobs.append(Job(source, target, result, area, border=border, interpolation=how))
     _process(runtime, channel, "batch crop, resize, border", jobs, stream)

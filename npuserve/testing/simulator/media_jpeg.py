@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 _LEAST, _MOST = (32, 32), (8192, 8192)
 _NV = {PixelFormat.NV12, PixelFormat.NV21}
 # Formats a file of a certain sampling can be decoded to besides NV12 and NV21.
-_SAME = {
+SAME_SAMPLING = {
     Sampling(1, 1): (PixelFormat.YUV_SEMIPLANAR_444, PixelFormat.YVU_SEMIPLANAR_444),
     Sampling(2, 1): (PixelFormat.YUV_SEMIPLANAR_422, PixelFormat.YVU_SEMIPLANAR_422),
     Sampling(2, 2): (PixelFormat.NV12, PixelFormat.NV21),
@@ -72,7 +72,7 @@ _RGB = {PixelFormat.RGB_888, PixelFormat.RGBA_8888}
 _HEADER, _START, _UNIT = 640, 128, 2 << 20
 
 
-def _units(runtime: Runtime) -> tuple[int, int]:
+def strides(runtime: Runtime) -> tuple[int, int]:
     """What the strides of a decoded picture are multiples of."""
     return (64, 16) if "310P" in runtime.options.soc_name else (128, 16)
 
@@ -107,13 +107,13 @@ def jpeg_get_image_info_v2(runtime: Runtime, address: int, size: int) -> tuple[i
 def jpeg_predict_dec_size(runtime: Runtime, address: int, size: int, pixel_format: int) -> int:
     """Bytes to decode a file in host memory."""
     info = jpeg_info(_host_file(runtime, address, size))
-    formats = _SAME.get(info.sampling, ())
+    formats = SAME_SAMPLING.get(info.sampling, ())
     if pixel_format == PixelFormat.UNKNOWN and formats:
         pixel_format = formats[0]  # that of the file
     if pixel_format not in _NV and pixel_format not in formats:
         raise RefusedError(FORMAT_NOT_MATCH, f"format {pixel_format} does not fit the file")
     _check_limits(info)
-    across, down = _units(runtime)
+    across, down = strides(runtime)
     layout = LAYOUTS[PixelFormat(pixel_format)]
     return layout.size(align_up(info.width, across), align_up(info.height, down))
 
@@ -125,7 +125,7 @@ def jpeg_decode(
     """Decode a file in device memory."""
     open_channel(runtime, channel, MODE_JPEGD)
     result = runtime.find(target, PicDesc)
-    limits = Limits(_LEAST, _MOST, _units(runtime))
+    limits = Limits(_LEAST, _MOST, strides(runtime))
     place = _rounded(runtime, result, limits)
     dvpp_bytes(runtime, address, size)
     name = f"decode {size} bytes"
@@ -133,7 +133,7 @@ def jpeg_decode(
     def work() -> None:
         data = in_flight(runtime, address, size)
         info = jpeg_info(data)
-        if result.format not in _NV and result.format not in _SAME.get(info.sampling, ()):
+        if result.format not in _NV and result.format not in SAME_SAMPLING.get(info.sampling, ()):
             raise RefusedError(FORMAT_NOT_MATCH, f"format {result.format} does not fit the file")
         _check_limits(info)
         if (align_up(info.width, 2), align_up(info.height, 2)) != (place.width, place.height):
@@ -152,7 +152,7 @@ def _rounded(runtime: Runtime, desc: PicDesc, limits: Limits) -> Place:
         desc.data, desc.size, desc.format, align_up(desc.width, 2), align_up(desc.height, 2),
         desc.width_stride, desc.height_stride,
     )  # fmt: skip
-    return place_of(runtime, even, limits, _NV.union(*_SAME.values()))
+    return place_of(runtime, even, limits, _NV.union(*SAME_SAMPLING.values()))
 
 
 def _even(picture: Picture) -> Picture:

@@ -82,9 +82,10 @@ class Place:
 
 
 def place_of(
-    runtime: Runtime, desc: PicDesc, limits: Limits, formats: Collection[int] = LAYOUTS
-) -> Place:
-    """Where a described picture is.
+    runtime: Runtime, desc: PicDesc, limits: Limits, formats: Collection[int] = LAYOUTS,
+    reach: Callable[[Runtime, int, int], Bytes] = dvpp_bytes,
+) -> Place:  # fmt: skip
+    """Where a described picture is; `reach` looks the memory up.
 
     Raises:
         RefusedError: it breaks a rule of the hardware.
@@ -99,7 +100,7 @@ def place_of(
         raise RefusedError(
             INVALID_PARAM, f"{desc.size} bytes for a picture of {layout.size(*stride)}"
         )
-    dvpp_bytes(runtime, desc.data, layout.size(*stride))
+    reach(runtime, desc.data, layout.size(*stride))
     return Place(desc.data, layout, desc.width, desc.height, stride)
 
 

@@ -62,6 +62,7 @@ class Runtime:
         self.init_count = 0
         self.objects: dict[int, Any] = {}
         self.origins: dict[int, str] = {}
+        self.encoder_settings: dict[int, dict[str, int]] = {}  # of acl.himpi, by module
         self.op_models: list[OpDescription] = []
         self.has_op_dir = False
         self.shared_state = SharedState(options.state_dir, len(self.cards))
@@ -113,11 +114,11 @@ class Runtime:
         self.origins[handle] = f"{kind} of {call}"
         return handle
 
-    def register_model(self, value: Any, call: str) -> int:
-        """A new model id; ids are small numbers of their own."""
+    def register_model(self, value: Any, call: str, kind: str = "model") -> int:
+        """A new id of a model, or of what else has a small number of its own."""
         model_id = next(self._model_ids)
         self.objects[model_id] = value
-        self.origins[model_id] = f"model of {call}"
+        self.origins[model_id] = f"{kind} of {call}"
         return model_id
 
     def find(self, handle: int, kind: type[T], code: int = _INVALID_PARAM) -> T:

@@ -331,6 +331,15 @@ def test_borders(media: Media, kind: int, mode: Any) -> None:
     data = media.download(target.address, target.row * 22).reshape(22, target.row)[:, :36]
     options = {"constant_values": 77} if mode == "constant" else {}
     np.testing.assert_array_equal(data, np.pad(pixels, ((0, 2), (4, 0)), mode=mode, **options))
+    alone = media.empty(36, 22, GREY)
+    source = acl.dvpp_get_pic_desc(sources, 0)
+    make_border = acl.dvpp_vpc_make_border_async
+    assert make_border(media.channel, source, alone.desc, border, media.stream) == 0
+    assert media.wait() == 0
+    again = media.download(alone.address, alone.row * 22).reshape(22, alone.row)[:, :36]
+    np.testing.assert_array_equal(again, data)
+    assert acl.dvpp_set_border_config_top(border, 2) == 0
+    assert make_border(media.channel, source, alone.desc, border, media.stream) == 100000
     for handle in (sources, targets):
         assert acl.dvpp_destroy_batch_pic_desc(handle) == 0
     assert acl.dvpp_destroy_border_config(border) == 0
