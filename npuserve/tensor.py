@@ -61,6 +61,8 @@ _DATATYPE_BY_NUMPY: dict[np.dtype[Any], str] = {
     dtype: name for name, dtype in NUMPY_DTYPE.items() if name != "BF16"
 }
 _LENGTH = struct.Struct("<I")
+# More strings than an event loop should walk through: five take about a microsecond.
+MANY_STRINGS = 16 * 1024
 
 
 def element_count(shape: Iterable[int]) -> int:
@@ -93,13 +95,14 @@ class Tensor:
             never written to by the server. Little-endian, row-major; BYTES length-prefixed.
     """
 
-    __slots__ = ("data", "datatype", "name", "shape")
+    __slots__ = ("_scan", "data", "datatype", "name", "shape")
 
     def __init__(self, name: str, datatype: str, shape: Sequence[int], data: Buffer) -> None:
         self.name = name
         self.datatype = datatype
         self.shape = shape
         self.data = data
+        self._scan: tuple[int, int] | None = None
 
     def __repr__(self) -> str:
         return f"Tensor({self.name!r}, {self.datatype}, {list(self.shape)}, {len(self.data)} bytes)"
@@ -120,6 +123,46 @@ class Tensor:
         data: Buffer = array.reshape(-1).view(np.uint8).data if array.size else b""
         return cls(name, datatype, array.shape, data)
 
+    @classmethod
+    def from_strings(
+        cls, name: str, shape: Sequence[int], elements: Iterable[bytes], count: int
+    ) -> Tensor:
+        """A BYTES tensor of `count` elements, which need not be as many as the shape says."""
+        tensor = cls(name, "BYTES", shape, pack_strings(elements))
+        expected = element_count(shape)
+        if count <= expected:
+            tensor._scan = count, 0
+        return tensor
+
+    @property
+    def long_to_scan(self) -> bool:
+        """Whether `scan_strings` would hold up an event loop."""
+        return (
+            self.datatype == "BYTES"
+            and self._scan is None
+            and len(self.data) > MANY_STRINGS * _LENGTH.size
+            and element_count(self.shape) > MANY_STRINGS
+        )
+
+    def scan_strings(self) -> tuple[int, int]:
+        """Walk through BYTES data, as far as the shape says and only the first time.
+
+        Returns:
+            The number of whole elements, and how many bytes follow the last of them.
+        """
+        if self._scan is None:
+            expected, end = element_count(self.shape), len(self.data)
+            count = offset = 0
+            unpack, data = _LENGTH.unpack_from, self.data
+            while count < expected and offset + 4 <= end:
+                after: int = offset + 4 + unpack(data, offset)[0]
+                if after > end:
+                    break
+                offset = after
+                count += 1
+            self._scan = count, end - offset
+        return self._scan
+
     def as_numpy(self) -> NDArray[Any]:
         """An array of `shape`: a read-only-by-convention view, or objects (bytes) for BYTES.
 
@@ -139,6 +182,16 @@ class Tensor:
                 f"tensor '{self.name}' of {len(self.data)} bytes is not a {self.datatype} "
                 f"tensor of shape {list(self.shape)}"
             ) from error
+
+
+def pack_strings(elements: Iterable[bytes]) -> bytearray:
+    """The wire form of these elements, without ever having all of them in a list."""
+    data = bytearray()
+    pack = _LENGTH.pack
+    for element in elements:
+        data += pack(len(element))
+        data += element
+    return data
 
 
 def serialize_bytes(array: NDArray[Any]) -> bytes:

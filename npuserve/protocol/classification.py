@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from npuserve.errors import InvalidArgumentError
-from npuserve.protocol.tensor_codec import pack_elements
-from npuserve.tensor import Tensor
+from npuserve.tensor import Tensor, pack_strings
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -50,7 +49,7 @@ def classify(tensor: Tensor, k: int, labels: Sequence[str], *, batched: bool) ->
         _entry(spell(row[index]), int(index), labels) for row in rows for index in _best(row, count)
     ]
     shape = [len(rows), count] if batched else [count]
-    return Tensor(tensor.name, "BYTES", shape, pack_elements(texts))
+    return Tensor(tensor.name, "BYTES", shape, pack_strings(texts))
 
 
 def _best(row: NDArray[Any], count: int) -> NDArray[np.intp]:

@@ -2,11 +2,12 @@
 
 Regions are reached with `pread` and `pwrite` on a kept file descriptor, never through a mapping:
 a client may make its object shorter at any time, and touching a mapping past the new end would
-kill the server with SIGBUS. All methods belong to the event loop's thread.
+kill the server with SIGBUS. All methods belong to the event loop's thread; `reader` is for others.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import stat
 from dataclasses import dataclass, field
@@ -201,6 +202,17 @@ class SharedMemoryRegistry:
                 raise _truncated(region)
             done += got
         return buffer
+
+    def reader(self, loop: asyncio.AbstractEventLoop) -> Callable[[str, int, int], memoryview]:
+        """`read` for another thread: regions come and go on the loop, so it runs there."""
+
+        def read(name: str, offset: int, byte_size: int) -> memoryview:
+            async def on_loop() -> memoryview:
+                return self.read(name, offset, byte_size)
+
+            return asyncio.run_coroutine_threadsafe(on_loop(), loop).result()
+
+        return read
 
     def acquire(self, name: str, offset: int, byte_size: int) -> RegionSlice:
         """A slice to write an output to. The caller releases it.

@@ -6,7 +6,6 @@ uint32 length. Errors name the tensor and are always the client's (`InvalidArgum
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any
@@ -27,8 +26,6 @@ _CUT_TO_32_BITS = {"INT32": "INT64", "UINT32": "UINT64"}
 _FLOATS = frozenset({"FP32", "FP64"})
 # JSON has no number of 16 bits: these travel in binary form only, as with Triton.
 _BINARY_ONLY = frozenset({"FP16", "BF16"})
-
-_LENGTH = struct.Struct("<I")
 
 # Python values, or numbers that are in an array already (int64, uint64 or float64).
 Values = Sequence[Any] | NDArray[Any]
@@ -60,7 +57,7 @@ def tensor_from_json(name: str, datatype: str, shape: Sequence[int], data: Any) 
             f"Unable to parse 'data': attempt to access JSON non-array as array for '{name}'"
         )
     if datatype == "BYTES":
-        return Tensor(name, datatype, shape, _pack_texts(name, values))
+        return _tensor_of_texts(name, shape, values)
     if len(values) != element_count(shape):
         # Differs from Triton: 400 instead of 500, for this and every malformed value below.
         raise InvalidArgumentError(
@@ -160,7 +157,7 @@ def _checked_array(name: str, datatype: str, values: NDArray[Any]) -> NDArray[An
         return values.astype(NUMPY_DTYPE[datatype], copy=False)
 
 
-def _pack_texts(name: str, values: Values) -> bytes:
+def _tensor_of_texts(name: str, shape: Sequence[int], values: Values) -> Tensor:
     """Length-prefixed UTF-8; their number is checked with the request's shape by the core."""
     if isinstance(values, np.ndarray) or not set(map(type, values)) <= {str}:
         raise InvalidArgumentError(
@@ -168,17 +165,12 @@ def _pack_texts(name: str, values: Values) -> bytes:
             f"for '{name}'"
         )
     try:
-        return pack_elements(text.encode() for text in values)
+        return Tensor.from_strings(name, shape, (text.encode() for text in values), len(values))
     except UnicodeEncodeError as error:
         raise InvalidArgumentError(
             f"Unable to parse JSON bytes array: a text of '{name}' holds a lone surrogate, "
             "which has no UTF-8 form"
         ) from error
-
-
-def pack_elements(elements: Iterable[bytes]) -> bytes:
-    """Raw BYTES data of these elements."""
-    return b"".join(part for item in elements for part in (_LENGTH.pack(len(item)), item))
 
 
 # ---------------------------------------------------------------- bytes → JSON

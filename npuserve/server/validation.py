@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NoReturn
 from npuserve.errors import InvalidArgumentError
 from npuserve.model_config import datatype_name
 from npuserve.request import Checked
-from npuserve.tensor import ITEM_SIZE, Buffer, Tensor
+from npuserve.tensor import ITEM_SIZE, Tensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -112,7 +112,7 @@ class RequestValidator:
                 )
             batch_size = batch
             if size < 0:
-                self._check_strings(request, tensor.name, tensor.data, elements)
+                self._check_strings(request, tensor, elements)
             elif len(tensor.data) != size:
                 raise InvalidArgumentError(
                     f"{request_prefix(request.id)}input byte size mismatch for input "
@@ -231,38 +231,33 @@ class RequestValidator:
             + (_BATCH_NOTE if batching else "")
         )
 
-    def _check_strings(
-        self, request: InferenceRequest, name: str, data: Buffer, expected: int
-    ) -> None:
-        offset = count = 0
-        end = len(data)
-        prefix = request_prefix(request.id)
-        while offset < end:
-            if count == expected:
-                raise InvalidArgumentError(
-                    f"{prefix}unexpected number of string elements {expected + 1} for inference "
-                    f"input '{name}' for model '{self._name}', expecting {expected}"
-                )
-            if offset + 4 > end:
-                raise InvalidArgumentError(
-                    f"{prefix}incomplete string length indicator for inference input '{name}' for "
-                    f"model '{self._name}', expecting 4 bytes but only {end - offset} bytes "
-                    "available. Please make sure the string length indicator is in one buffer."
-                )
-            (length,) = _LENGTH.unpack_from(data, offset)
-            offset += 4 + length
-            if offset > end:
-                raise InvalidArgumentError(
-                    f"{prefix}incomplete string data for inference input '{name}' for model "
-                    f"'{self._name}', expecting string of length {length} but only "
-                    f"{end - offset + length} bytes available."
-                )
-            count += 1
-        if count != expected:
+    def _check_strings(self, request: InferenceRequest, tensor: Tensor, expected: int) -> None:
+        count, rest = tensor.scan_strings()
+        if count == expected and not rest:
+            return
+        name, prefix = tensor.name, request_prefix(request.id)
+        if count == expected:
             raise InvalidArgumentError(
-                f"{prefix}expected {expected} string elements for inference input '{name}' for "
-                f"model '{self._name}', got {count}"
+                f"{prefix}unexpected number of string elements {expected + 1} for inference "
+                f"input '{name}' for model '{self._name}', expecting {expected}"
             )
+        if 0 < rest < _LENGTH.size:
+            raise InvalidArgumentError(
+                f"{prefix}incomplete string length indicator for inference input '{name}' for "
+                f"model '{self._name}', expecting 4 bytes but only {rest} bytes "
+                "available. Please make sure the string length indicator is in one buffer."
+            )
+        if rest:
+            (length,) = _LENGTH.unpack_from(tensor.data, len(tensor.data) - rest)
+            raise InvalidArgumentError(
+                f"{prefix}incomplete string data for inference input '{name}' for model "
+                f"'{self._name}', expecting string of length {length} but only "
+                f"{rest - _LENGTH.size} bytes available."
+            )
+        raise InvalidArgumentError(
+            f"{prefix}expected {expected} string elements for inference input '{name}' for "
+            f"model '{self._name}', got {count}"
+        )
 
     def _apply_reshape(self, request: InferenceRequest) -> None:
         for name, tensor in list(request.inputs.items()):

@@ -29,12 +29,15 @@ from npuserve.protocol.grpc.parameters import (
 )
 from npuserve.protocol.grpc.raw_contents import split_raw_contents, varint
 from npuserve.request import InferenceRequest, ResponseCallback
-from npuserve.tensor import NUMPY_DTYPE, Buffer, Tensor, serialize_bytes
+from npuserve.tensor import MANY_STRINGS, NUMPY_DTYPE, Buffer, Tensor, element_count
 
 if TYPE_CHECKING:
     from npuserve.response import InferenceResponse
 
 Parts = list[Buffer]
+
+# Typed contents beyond this are decoded in a thread.
+_LARGE_TYPED_BYTES = 128 * 1024
 
 # Limits of the wire: protobuf and gRPC count message bytes in a signed 32-bit integer.
 MAX_MESSAGE_BYTES = 2**31 - 1
@@ -86,6 +89,18 @@ def parse_infer_request(data: Buffer) -> tuple[pb.ModelInferRequest, Sequence[Bu
         return pb.ModelInferRequest.FromString(rest), raw
     except DecodeError as error:
         raise InvalidArgumentError(f"failed to parse ModelInferRequest: {error}") from error
+
+
+def takes_long(message: pb.ModelInferRequest, raw: Sequence[Buffer], size: int) -> bool:
+    """Whether `to_inference_request` would hold up an event loop: many typed values or strings.
+
+    Args:
+        size: bytes of the whole message.
+    """
+    return size - sum(map(len, raw)) > _LARGE_TYPED_BYTES or any(
+        item.datatype == "BYTES" and element_count(item.shape) > MANY_STRINGS
+        for item in message.inputs
+    )
 
 
 def to_inference_request(
@@ -221,7 +236,6 @@ def _inputs(
         if name in inputs:
             raise InvalidArgumentError(f"input '{name}' already exists in request")
         memory = shared_memory_reference(name, item.parameters) if item.parameters else None
-        data: Buffer
         if memory is not None:
             if item.HasField("contents"):
                 raise InvalidArgumentError(
@@ -229,22 +243,22 @@ def _inputs(
                     f"'{name}' for model '{message.model_name}'"
                 )
             data = read_region(memory.region, memory.offset, memory.byte_size)
+            inputs[name] = Tensor(name, item.datatype, tuple(item.shape), data)
         elif item.HasField("contents"):
             if raw_count:
                 raise InvalidArgumentError(
                     f"contents field must not be specified when using raw_input_contents for "
                     f"'{name}' for model '{message.model_name}'"
                 )
-            data = _typed_contents(item, message.model_name)
+            inputs[name] = _typed_tensor(item, message.model_name)
         elif next_raw < raw_count:
-            data = raw[next_raw]
+            inputs[name] = Tensor(name, item.datatype, tuple(item.shape), raw[next_raw])
             next_raw += 1
         else:
             raise InvalidArgumentError(
                 f"unable to find data for input tensor '{name}' for model "
                 f"'{message.model_name}' in request."
             )
-        inputs[name] = Tensor(name, item.datatype, tuple(item.shape), data)
     if next_raw < raw_count:
         # Differs from Triton: it leaves them unread; over HTTP it refuses them with this text.
         raise InvalidArgumentError(
@@ -253,15 +267,15 @@ def _inputs(
     return inputs
 
 
-def _typed_contents(item: pb.ModelInferRequest.InferInputTensor, model_name: str) -> bytes:
-    """The wire form of the one typed list an input may carry; b"" when all are empty."""
+def _typed_tensor(item: pb.ModelInferRequest.InferInputTensor, model_name: str) -> Tensor:
+    """The tensor of the one typed list an input may carry; without data when all are empty."""
     where = f"for input tensor '{item.name}' for model '{model_name}'"
-    data: bytes | None = None
+    tensor: Tensor | None = None
     for field, (field_type, datatypes) in _CONTENTS.items():
         values = getattr(item.contents, field)
         if not values:
             continue
-        if data is not None:
+        if tensor is not None:
             raise InvalidArgumentError(
                 f"unexpected explicit tensor data {where} of type '{field_type}', "
                 "binary data was already supplied."
@@ -271,16 +285,16 @@ def _typed_contents(item: pb.ModelInferRequest.InferInputTensor, model_name: str
                 f"unexpected explicit tensor data {where} of type '{field_type}', "
                 f"expected datatype '{item.datatype}'"
             )
-        data = _typed_bytes(values, field_type, item.datatype)
-    return data or b""
+        shape = tuple(item.shape)
+        if item.datatype == "BYTES":
+            tensor = Tensor.from_strings(item.name, shape, values, len(values))
+        else:
+            data = _typed_numbers(values, field_type, item.datatype)
+            tensor = Tensor(item.name, item.datatype, shape, data)
+    return tensor or Tensor(item.name, item.datatype, tuple(item.shape), b"")
 
 
-def _typed_bytes(values: Iterable[Any], field_type: str, datatype: str) -> bytes:
-    if datatype == "BYTES":
-        elements = list(values)
-        array = np.empty(len(elements), np.object_)
-        array[:] = elements
-        return serialize_bytes(array)
+def _typed_numbers(values: Iterable[Any], field_type: str, datatype: str) -> bytes:
     # The low bytes of a wider integer count, as in Triton.
     wide = np.array(values, NUMPY_DTYPE[field_type])
     return wide.astype(NUMPY_DTYPE[datatype]).tobytes()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -27,6 +27,8 @@ from npuserve.request import InferenceRequest
 from npuserve.server.trace import TraceContext
 
 if TYPE_CHECKING:
+    import asyncio
+
     from npuserve._proto import grpc_service_pb2 as pb
     from npuserve.protocol.grpc.codec import OutputOption, Parts
     from npuserve.protocol.grpc.transport import Call
@@ -62,6 +64,9 @@ class ReplyPlan(NamedTuple):
         for each in self.slices.values():
             each.release()
 
+
+# Makes a request of a message, by a reader of shared memory.
+Decode = Callable[["codec.RegionReader"], InferenceRequest]
 
 _NO_SLICES: dict[str, RegionSlice] = {}
 
@@ -102,8 +107,17 @@ class InferFrontEnd:
         _check_unary(model)
         plan = self.plan_reply(message, model)
         answer = partial(self._answer_unary, call, plan)
-        request = self.make_request(message, raw, version, plan, answer, call)
+        decode = partial(codec.to_inference_request, message, raw, answer, version)
+        if codec.takes_long(message, raw, len(data)):
+            start = partial(self._start_unary, plan, call)
+            refuse = partial(fail, call)
+            call.on_cancel = self.decode_in_thread(decode, plan, call, start, refuse)
+            return
+        request = self.make_request(decode, plan, call)
         self._templates.learn(data, message, raw, version)
+        self._start_unary(plan, call, request)
+
+    def _start_unary(self, plan: ReplyPlan, call: Call, request: InferenceRequest) -> None:
         call.on_cancel = request.cancel
         self.submit(request, plan, call)
 
@@ -157,26 +171,60 @@ class InferFrontEnd:
             raise
         return ReplyPlan(message.id, model, options, slices)
 
-    def make_request(
-        self,
-        message: pb.ModelInferRequest,
-        raw: Sequence[Buffer],
-        version: int,
-        plan: ReplyPlan,
-        on_response: ResponseCallback,
-        call: Call,
-    ) -> InferenceRequest:
+    def make_request(self, decode: Decode, plan: ReplyPlan, call: Call) -> InferenceRequest:
         """The request a message stands for. On an error the plan's memory is let go."""
         try:
-            request = codec.to_inference_request(
-                message, raw, on_response, version, self._shared_memory.read
-            )
-            if self._header_pattern is not None:
-                self._forward_headers(request, call.metadata)
+            request = decode(self._shared_memory.read)
         except NpuserveError:
             plan.release()
             raise
+        if self._header_pattern is not None:
+            self._forward_headers(request, call.metadata)
         return request
+
+    def decode_in_thread(
+        self,
+        decode: Decode,
+        plan: ReplyPlan,
+        call: Call,
+        start: Callable[[InferenceRequest], None],
+        refuse: Callable[[NpuserveError], None],
+    ) -> Callable[[], None]:
+        """As `make_request`, for a message that would hold up the event loop.
+
+        Args:
+            start: called on the loop with the request; what it raises goes to `refuse`.
+
+        Returns:
+            To be called if nobody wants the request any more.
+        """
+
+        def run() -> InferenceRequest:
+            request = decode(self._shared_memory.reader(self.server.loop))
+            for tensor in request.inputs.values():
+                if tensor.datatype == "BYTES":
+                    tensor.scan_strings()  # the core will not have to
+            return request
+
+        def done(work: asyncio.Future[InferenceRequest]) -> None:
+            if work.cancelled():
+                plan.release()
+                return
+            try:
+                start(self.make_request(lambda _: work.result(), plan, call))
+            except NpuserveError as error:
+                refuse(error)
+            except Exception as error:
+                logger.exception("a gRPC handler failed")
+                refuse(InternalError(f"{type(error).__name__}: {error}"))
+
+        future = self.server.loop.run_in_executor(None, run)
+        future.add_done_callback(done)
+
+        def give_up() -> None:
+            future.cancel()
+
+        return give_up
 
     def submit(self, request: InferenceRequest, plan: ReplyPlan, call: Call) -> None:
         """Hand the request to the core."""

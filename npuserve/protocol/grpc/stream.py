@@ -80,7 +80,8 @@ class InferStream:
         self._order: deque[Exchange] = deque()  # ordered ones not yet sent
         self._half_closed = False
         self._ended = False
-        self._paused = False
+        self._paused = False  # the client reads too slowly
+        self._decoding = False  # a thread is at a large request
         call.on_cancel = self.cancel
         call.on_sent = self._sent
 
@@ -113,19 +114,52 @@ class InferStream:
         front_end.check_open()
         model, version = front_end.find_model(exchange.message)
         plan = exchange.plan = front_end.plan_reply(exchange.message, model)
-        request = front_end.make_request(
+        decode = partial(
+            codec.to_inference_request,
             exchange.message,
             raw,
-            version,
-            plan,
             partial(self._respond, exchange),
-            self._call,
+            version,
         )
-        exchange.message.ClearField("raw_input_contents")
-        exchange.request = request
+        if codec.takes_long(exchange.message, raw, len(data)):
+            # Requests reach the core in the order of the stream: the next one waits.
+            self._decoding = True
+            self._call.pause_reading()
+            self._enter(exchange, model)
+            start, refuse = partial(self._decoded, exchange), partial(self._undecoded, exchange)
+            front_end.decode_in_thread(decode, plan, self._call, start, refuse)
+            return
+        request = front_end.make_request(decode, plan, self._call)
         # Entered before the core sees the request: it may answer at once.
         self._enter(exchange, model)
-        front_end.submit(request, plan, self._call)
+        self._submit(exchange, request)
+
+    def _submit(self, exchange: Exchange, request: InferenceRequest) -> None:
+        assert exchange.plan is not None
+        exchange.message.ClearField("raw_input_contents")
+        exchange.request = request
+        if self._paused:
+            request.hold(True)
+        self._front_end.submit(request, exchange.plan, self._call)
+
+    def _decoded(self, exchange: Exchange, request: InferenceRequest) -> None:
+        """A thread has made the request of a large message."""
+        if self._ended:
+            assert exchange.plan is not None
+            exchange.plan.release()
+            return
+        self._submit(exchange, request)
+        self._go_on_reading()
+
+    def _undecoded(self, exchange: Exchange, error: NpuserveError) -> None:
+        if not self._ended:
+            self._refuse(exchange, error)
+            self._go_on_reading()
+
+    def _go_on_reading(self) -> None:
+        self._decoding = False
+        if not self._paused:
+            self._call.resume_reading()
 
     def _enter(self, exchange: Exchange, model: Model | None) -> None:
         self._open.add(exchange)
@@ -215,7 +249,8 @@ class InferStream:
     def _sent(self) -> None:
         if self._paused and not self._is_behind():
             self._pause(False)
-            self._call.resume_reading()
+            if not self._decoding:
+                self._call.resume_reading()
 
     def _is_behind(self) -> bool:
         """Whether the client leaves too much unread."""

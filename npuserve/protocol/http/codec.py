@@ -22,9 +22,9 @@ from npuserve.protocol.http.json_members import (
 )
 from npuserve.protocol.http.json_text import dump_json, json_data
 from npuserve.protocol.shared_memory import RegionSlice
-from npuserve.protocol.tensor_codec import json_values, pack_elements, tensor_from_json
+from npuserve.protocol.tensor_codec import json_values, tensor_from_json
 from npuserve.request import SEQUENCE_END, SEQUENCE_START
-from npuserve.tensor import ITEM_SIZE, Buffer, Tensor, element_count
+from npuserve.tensor import ITEM_SIZE, Buffer, Tensor, element_count, pack_strings
 
 if TYPE_CHECKING:
     from npuserve.response import InferenceResponse, ParameterValue
@@ -278,7 +278,7 @@ def decode_raw(
             raise InvalidArgumentError(
                 f"{_NO_ID}For BYTE datatype raw input '{name}', the model must have input shape [1]"
             )
-        body = pack_elements([bytes(body)])
+        body = pack_strings([bytes(body)])
     else:
         shape = _raw_shape(name, dims, len(body) // ITEM_SIZE[datatype])
         expected = element_count(shape) * ITEM_SIZE[datatype]

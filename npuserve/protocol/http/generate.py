@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from starlette.responses import Response, StreamingResponse
 
 from npuserve.errors import InvalidArgumentError, NpuserveError, StatusCode
+from npuserve.protocol.http.infer import LARGE_DATA_BYTES
 from npuserve.protocol.http.json_text import parse_json
 from npuserve.protocol.http.load_metrics import FORMAT_HEADER, REPORT_HEADER, load_report
 from npuserve.protocol.http.reply import error_body
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
     from starlette.requests import Request
 
+    from npuserve.protocol.http.codec import InferMessage
     from npuserve.protocol.http.infer import InferService
     from npuserve.protocol.http.infer_head import InferTarget
     from npuserve.response import InferenceResponse
@@ -91,8 +93,15 @@ async def _submit(
     encoding = request.headers.get("content-encoding", "identity")
     if encoding not in ("", "identity"):
         raise InvalidArgumentError("Unsupported content-encoding, only 'identity' is supported.")
-    document = parse_json(await read_bytes(request, service.max_input_size))
-    message = decode_generate(document, metadata.inputs)
+    text = await read_bytes(request, service.max_input_size)
+
+    def decode() -> InferMessage:
+        return decode_generate(parse_json(text), metadata.inputs)
+
+    if len(text) < LARGE_DATA_BYTES:
+        message = decode()
+    else:
+        message = await server.loop.run_in_executor(service.executor, decode)
     message.parameters.update(service.forwarding.parameters(request.headers.raw))
     answers = _Answers(message.id, most)
     answers.request = InferenceRequest(

@@ -172,7 +172,18 @@ class InferCall:
         else:
             self._check_size(f"request JSON size of {length} bytes", length)
             text = view[:length] if binary else body
-            self._in_thread(parse_large_json, text, then=lambda value: self._decode(value, binary))
+            self._in_thread(
+                self._decode_large,
+                text,
+                binary,
+                then=lambda message: self._accept(message, message.inputs),
+            )
+
+    def _decode_large(self, text: Buffer, binary: memoryview) -> InferMessage:
+        """All that a long JSON text needs before the core sees the request; any thread."""
+        service = self._service
+        read_region = service.shared_memory.reader(service.server.loop)
+        return decode_infer(parse_large_json(text), binary, self._target.model, read_region)
 
     def _parse_text(self, text: bytes, binary: memoryview) -> None:
         template = self._service.templates.get(text) if binary else None
@@ -180,7 +191,13 @@ class InferCall:
             self._template = template
             self._submit(template.message, template.inputs(binary))
             return
-        self._decode(parse_json(text), binary, text)
+        document = parse_json(text)
+        regions = self._service.shared_memory
+        message = decode_infer(document, binary, self._target.model, regions.read)
+        inputs = message.inputs
+        if binary:
+            self._template = self._service.templates.remember(text, document, message)
+        self._accept(message, inputs)
 
     def _check_size(self, what: str, size: int) -> None:
         limit = self._service.max_input_size
@@ -208,19 +225,19 @@ class InferCall:
             )
         return length
 
-    def _decode(self, document: Any, binary: Buffer, text: bytes = b"") -> None:
-        """Go on with parsed JSON; `text` is what it was, if it may be remembered."""
+    def _accept(self, message: InferMessage, inputs: dict[str, Tensor]) -> None:
+        """Go on with a request that is decoded."""
         regions = self._service.shared_memory
-        message = decode_infer(document, binary, self._target.model, regions.read)
-        inputs = message.inputs
-        if text and binary:
-            self._template = self._service.templates.remember(text, document, message)
         for name, output in message.outputs.items():
             if output.region is not None:
                 self._slices[name] = regions.acquire(*output.region)
         self._submit(message, inputs)
 
     def _submit(self, message: InferMessage, inputs: dict[str, Tensor]) -> None:
+        for tensor in inputs.values():
+            if tensor.datatype == "BYTES" and tensor.long_to_scan:
+                self._in_thread(tensor.scan_strings, then=lambda _: self._submit(message, inputs))
+                return
         self._message = message
         parameters = message.parameters
         forwarding = self._service.forwarding
