@@ -83,6 +83,16 @@ SETTINGS: dict[str, tuple[dict[str, str], str, int]] = {
         "matrix_r1c2: -208 matrix_r2c0: 298 matrix_r2c1: 516 matrix_r2c2: 0 input_bias_0: 16 "
         "input_bias_1: 128 input_bias_2: 128 rbuv_swap_switch: true", 3,
     ),
+    "defaults": (
+        {"input_format": "YUV420SP_U8", "src_image_size": "6,8",
+         "csc_matrix": "298,516,0,298,-100,-208,298,0,409"},
+        "input_format: YUV420SP_U8 csc_switch: true", 3,
+    ),
+    "luma": (
+        {"input_format": "RGB888_U8", "src_image_size": "6,8",
+         "csc_matrix": "66,129,25,-38,-74,112,112,-94,-18"},
+        "input_format: RGB888_U8 csc_switch: true", 3,
+    ),
     "four": ({"input_format": "XRGB8888_U8", "src_image_size": "6,8", "ax_swap": "true"},
              "input_format: XRGB8888_U8 ax_swap_switch: true", 3),
     "grey": ({"input_format": "YUV400_U8", "src_image_size": "6,8", "var_reci": "0.5"},

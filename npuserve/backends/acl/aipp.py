@@ -8,7 +8,8 @@ written into that input once, when the model is loaded:
     aipp_src_image_size   width,height of the images that clients send
     aipp_crop             x,y,width,height
     aipp_padding          top,bottom,left,right
-    aipp_csc_matrix       nine numbers, row by row; with aipp_csc_input_bias, aipp_csc_output_bias
+    aipp_csc_matrix       nine numbers, row by row; with aipp_csc_input_bias (of YUV images) and
+                          aipp_csc_output_bias (of RGB images), 16,128,128 as in atc
     aipp_rbuv_swap        true: swap R and B, or U and V
     aipp_ax_swap          true: RGBA to ARGB
     aipp_mean, aipp_min, aipp_var_reci   one number a channel
@@ -45,6 +46,7 @@ _NAMES = frozenset(
 )  # fmt: skip
 _MAX_SIDE = 4096
 _HALF_MAX = 65504.0
+_DEFAULT_BIAS = (16, 128, 128)
 
 
 @dataclass(frozen=True)
@@ -229,7 +231,7 @@ def _csc(reader: _Reader, input_format: str) -> tuple[int, ...] | None:
         bias = reader.integers(name, (3,), 0, 255, "three numbers")
         if bias is not None and matrix is None:
             raise reader.wrong(name, "it has no meaning without aipp_csc_matrix")
-        biases += bias or (0, 0, 0)
+        biases += bias or _DEFAULT_BIAS
     if matrix is None:
         return None
     if input_format == "YUV400_U8":

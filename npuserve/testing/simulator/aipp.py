@@ -24,6 +24,10 @@ _STORED_CHANNELS = {"YUV420SP_U8": 1, "XRGB8888_U8": 4, "RGB888_U8": 3, "YUV400_
 _HEAD = struct.Struct("<B4b3x2i9h6x6B2x16x")
 _IMAGE = struct.Struct("<4b4x12i4h8H16x")
 _NO_CSC = (256, 0, 0, 0, 256, 0, 0, 0, 256)
+# What atc fills in: YUV becomes BGR, anything else YUV.
+_YUV_TO_BGR = (298, 516, 0, 298, -100, -208, 298, 0, 409)
+_RGB_TO_YUV = (66, 129, 25, -38, -74, 112, 112, -94, -18)
+_BIAS = (16, 128, 128)
 
 
 @dataclass(frozen=True)
@@ -180,13 +184,18 @@ def from_config(config: Mapping[str, str]) -> AippParams:
         tuple(numbers(*(f"min_chn_{c}" for c in channels))),
         tuple(numbers(*(f"var_reci_chn_{c}" for c in channels), default="1")),
     )
-    matrix = integers(*(f"matrix_r{row}c{column}" for row in range(3) for column in range(3)))
+    default = _YUV_TO_BGR if config["input_format"] == "YUV420SP_U8" else _RGB_TO_YUV
+    matrix = [
+        int(config.get(f"matrix_r{row}c{column}", default[3 * row + column]))
+        for row in range(3)
+        for column in range(3)
+    ]
     width, height = integers("src_image_size_w", "src_image_size_h")
     return AippParams(
         config["input_format"], width, height,
         csc=tuple(matrix) if is_on("csc_switch") else None,
-        output_bias=tuple(integers(*(f"output_bias_{c}" for c in range(3)))),
-        input_bias=tuple(integers(*(f"input_bias_{c}" for c in range(3)))),
+        output_bias=tuple(int(config.get(f"output_bias_{c}", _BIAS[c])) for c in range(3)),
+        input_bias=tuple(int(config.get(f"input_bias_{c}", _BIAS[c])) for c in range(3)),
         rbuv_swap=is_on("rbuv_swap_switch"), ax_swap=is_on("ax_swap_switch"), images=[image],
     )  # fmt: skip
 
@@ -239,9 +248,12 @@ def _one(
         image = image[..., order]
     values = image.astype(np.int32)
     if params.csc is not None:
+        # The input bias is for YUV that becomes RGB, the output bias for the other way.
+        is_yuv = params.input_format == "YUV420SP_U8"
         matrix = np.array(params.csc, np.int32).reshape(3, 3)
-        values = ((values - np.array(params.input_bias)) @ matrix.T) >> 8
-        values = np.clip(values + np.array(params.output_bias), 0, 255)
+        before = np.array(params.input_bias) if is_yuv else 0
+        after = 0 if is_yuv else np.array(params.output_bias)
+        values = np.clip(((values - before) @ matrix.T >> 8) + after, 0, 255)
     count = values.shape[-1]
     mean = np.array(entry.mean[:count], np.float32)
     low = np.array(entry.minimum[:count], np.float16).astype(np.float32)
