@@ -24,6 +24,7 @@ from npuserve.server.model_factory import ModelFactory
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
+    from pathlib import Path
 
     from npuserve.backends.registry import BackendRegistry
     from npuserve.model_config import ModelConfig
@@ -155,7 +156,7 @@ class Lifecycle:
             model.stop_accepting()
         await asyncio.gather(*map(self._stop_model, models), *self._draining.values())
         for entry in self.entries.values():
-            self._drop_file_override(entry)
+            self._take_files(entry, None)
 
     # ---------------------------------------------------------------- load
 
@@ -181,23 +182,29 @@ class Lifecycle:
             )
         entry = self.entry(name)
         async with entry.lock:
+            self.entries.setdefault(name, entry)  # a failed call before this one took it out
             entry.explicit = True
-            if files:
-                directory = await asyncio.to_thread(write_files, name, files)
-                self._drop_file_override(entry)
-                entry.file_override = directory
-            elif config_json is None:
-                self._drop_file_override(entry)
-            scan = await self._scan()
-            self._override_directory(scan, entry)
-            override = {name: config_json} if config_json is not None else {}
-            configs = await self._configs(scan, [name], override)
-            operation = LoadOperation(self, scan, configs, forced=bool(override))
+            former = entry.file_override
+            known = bool(entry.versions or entry.failure)
             try:
+                if files:
+                    entry.file_override = await asyncio.to_thread(write_files, name, files)
+                elif config_json is None:
+                    entry.file_override = None
+                scan = await self._scan()
+                known = known or name in scan.models or name in scan.problems
+                self._override_directory(scan, entry)
+                override = {name: config_json} if config_json is not None else {}
+                configs = await self._configs(scan, [name], override)
+                operation = LoadOperation(self, scan, configs, forced=bool(override))
                 await operation.load(name, locked=True)
-            finally:
-                if name not in scan.models and name not in scan.problems and not entry.versions:
-                    self.entries.pop(name, None)  # a slip of the caller is no failed model
+            except BaseException:
+                self._take_files(entry, former)  # what goes on serving keeps them
+                if not known:
+                    del self.entries[name]  # a slip of the caller is no failed model
+                raise
+            if entry.file_override is not former and former is not None:
+                remove_files(former)
             entry.override = config_json or ""
         await self._refresh_dependents(name)
 
@@ -345,7 +352,7 @@ class Lifecycle:
                 if status.state is ModelState.UNLOADING:
                     status.state, status.reason = ModelState.UNAVAILABLE, "unloaded"
                     if entry.file_override is files:  # else a new load has brought others
-                        self._drop_file_override(entry)
+                        self._take_files(entry, None)
                     logger.info("successfully unloaded '%s' version %d", model.name, model.version)
                     await self._release_files(entry, model)
 
@@ -464,10 +471,11 @@ class Lifecycle:
             scan.models[entry.name] = self.factory.directory_of(entry.name, entry.file_override)
             scan.problems.pop(entry.name, None)
 
-    def _drop_file_override(self, entry: ModelEntry) -> None:
-        directory, entry.file_override = entry.file_override, None
-        if directory is not None:
-            remove_files(directory)
+    def _take_files(self, entry: ModelEntry, directory: Path | None) -> None:
+        """Make `directory` the one of the entry's files and remove the one before."""
+        former, entry.file_override = entry.file_override, directory
+        if former is not None and former is not directory:
+            remove_files(former)
 
     def entry(self, name: str) -> ModelEntry:
         """What is known of a name; made on first use."""

@@ -257,6 +257,43 @@ async def test_files_given_with_the_load_make_a_model(tmp_path: Path) -> None:
             await server.load_model("new", json.dumps(config), {"../../x": b""})
 
 
+@pytest.mark.parametrize(
+    ("config", "files"),
+    [
+        ({"backend": "identity"}, {"1/x": b"new", "../x": b""}),
+        ({"backend": "unknown"}, {"1/x": b"new"}),
+        ({"backend": "identity", "max_batch_size": "many"}, {"1/x": b"new"}),
+        ({"backend": "identity"}, {"no-version": b"new"}),
+    ],
+)
+async def test_a_load_that_fails_leaves_no_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], files: dict[str, bytes]
+) -> None:
+    """Nor anything else of a new name; an old version goes on with its own files."""
+    repository, temporary = tmp_path / "repository", tmp_path / "temporary"
+    repository.mkdir()
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    async with serve(repository) as server:
+        with pytest.raises(NpuserveError):
+            await server.load_model("new", json.dumps(config), files)
+        assert everything_below(temporary) == []
+        assert server.lifecycle.entries == {}
+        await server.load_model("new", '{"backend": "identity"}', {"1/x": b"old"})
+        model_dir = server.model("new").context.model_dir
+        before = everything_below(temporary)
+        with pytest.raises(NpuserveError):
+            await server.load_model("new", json.dumps(config), files)
+        with pytest.raises(NpuserveError):  # it is in no repository
+            await server.load_model("new")
+        assert server.model("new").context.model_dir == model_dir
+        assert everything_below(temporary) == before
+        await server.load_model("new", '{"backend": "identity"}', {"1/x": b"newer"})
+        assert not model_dir.exists()
+        assert (server.model("new").context.model_dir / "1" / "x").read_bytes() == b"newer"
+    assert everything_below(temporary) == []
+
+
 def everything_below(folder: Path) -> list[Path]:
     """All files and folders."""
     return sorted(folder.rglob("*"))
