@@ -37,7 +37,7 @@ def exposition(families: Iterable[Metric]) -> bytes:
             for sample in family.samples
         ]
     lines.append("")
-    return "\n".join(lines).encode()
+    return "\n".join(lines).encode("utf-8", "replace")
 
 
 def format_value(value: float) -> str:

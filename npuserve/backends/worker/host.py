@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
     from npuserve.backends.worker.port import Port
 
+_MAX_FRAMES = 100  # of a traceback, the innermost
+
 _OWN_DIRECTORY = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 
@@ -133,13 +135,13 @@ class ModelHost:
             initialize = getattr(self._model, "initialize", None)
             if initialize is not None:
                 initialize(self._arguments())
+            self._execute = getattr(self._model, "execute", None)
+            self.has_readiness = getattr(self._model, "is_ready", None) is not None
         except ModelFailedError:
             raise
         except BaseException as error:  # sys.exit in a model is a failure like others
             raise ModelFailedError(describe(error)) from None
-        self._execute = getattr(self._model, "execute", None)
         self.is_async = inspect.iscoroutinefunction(self._execute)
-        self.has_readiness = getattr(self._model, "is_ready", None) is not None
         self.serving = True
 
     def _arguments(self) -> dict[str, str]:
@@ -162,11 +164,10 @@ class ModelHost:
         """
         self.serving = False
         model, self._model, self._execute = self._model, None, None
-        finalize = getattr(model, "finalize", None)
-        if finalize is None:
-            return
         try:
-            finalize()
+            finalize = getattr(model, "finalize", None)
+            if finalize is not None:
+                finalize()
         except BaseException as error:
             raise ModelFailedError(describe(error)) from None
 
@@ -362,11 +363,16 @@ def describe(error: BaseException) -> str:
         kind = "TritonModelException"
     else:
         kind = type(error).__name__
-    text = str(error)
+    try:
+        text = str(error)
+    except BaseException as failure:  # an exception class may be wrong as any code
+        text = f"<no text: {type(failure).__name__}>"
     summary = f"{kind}: {text}" if text else kind
+    # Differs from Triton: a deep recursion ends the list, as nobody reads thousands of frames.
     frames = [
         f"  {frame.filename}({frame.lineno}): {frame.name}\n"
-        for frame in reversed(traceback.extract_tb(error.__traceback__))
+        for frame in reversed(traceback.extract_tb(error.__traceback__, -_MAX_FRAMES))
         if not frame.filename.startswith((_OWN_DIRECTORY, "<frozen importlib"))
     ]
-    return summary + ("\n\nAt:\n" + "".join(frames) if frames else "")
+    whole = summary + ("\n\nAt:\n" + "".join(frames) if frames else "")
+    return whole.encode("utf-8", "backslashreplace").decode()  # lone surrogates cannot travel

@@ -66,7 +66,8 @@ class TritonError:
         return self._message
 
     def _to_wire(self) -> tuple[int, str]:
-        return int(self._code), self._message
+        text = self._message.encode("utf-8", "backslashreplace")  # lone surrogates cannot travel
+        return int(self._code), text.decode()
 
     @classmethod
     def _from_wire(cls, error: tuple[int, str]) -> TritonError:

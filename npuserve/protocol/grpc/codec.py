@@ -221,6 +221,7 @@ def wrap_in_stream_response(parts: Parts) -> Parts:
 
 def stream_error(text: str, message: pb.ModelInferResponse) -> Parts:
     """A ModelStreamInferResponse that carries an error of one request."""
+    text = text.encode("utf-8", "replace").decode()  # what a model raised may be no Unicode
     wrapped = pb.ModelStreamInferResponse(error_message=text, infer_response=message)
     return [wrapped.SerializeToString()]
 

@@ -228,6 +228,7 @@ def encode_grpc_message(text: str) -> bytes:
 
 def shortened(text: str) -> str:
     """A status text that clients accept: they refuse headers of more than 8 KiB (grpcio)."""
+    text = text[: _MAX_DETAILS_BYTES + 1]  # not encoding what may be megabytes
     while len(encoded := encode_grpc_message(text)) > _MAX_DETAILS_BYTES:
         text = text[: len(text) * (_MAX_DETAILS_BYTES - 100) // len(encoded)] + " …"
     return text

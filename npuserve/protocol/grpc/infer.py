@@ -263,11 +263,20 @@ class InferFrontEnd:
         """The bytes of a ModelInferResponse.
 
         Raises:
-            NpuserveError: classification or shared memory failed.
+            NpuserveError: classification or shared memory failed, or the response has something
+                that protobuf cannot carry.
         """
+        try:
+            if plan.options is None and not response.parameters:
+                return self._heads.encode(response, plan.id, final)
+            return self._encode_in_full(response, plan, final)
+        except (ValueError, TypeError) as error:  # of protobuf, for what a model made
+            raise InternalError(f"the response cannot be sent: {error}") from error
+
+    def _encode_in_full(
+        self, response: InferenceResponse, plan: ReplyPlan, final: bool | None
+    ) -> Parts:
         options = plan.options
-        if options is None and not response.parameters:
-            return self._heads.encode(response, plan.id, final)
         message = codec.infer_response_message(response, plan.id, final)
         raw: list[Buffer] = []
         for tensor in response.outputs:

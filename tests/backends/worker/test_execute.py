@@ -25,6 +25,22 @@ class TritonPythonModel:
     def raises(self, requests):
         raise ValueError("xx")
 
+    def textless(self, requests):
+        class Textless(Exception):
+            def __str__(self):
+                return str(1 / 0)
+
+        raise Textless
+
+    def surrogate(self, requests):
+        raise ValueError("a\\ud800b")
+
+    def surrogate_error(self, requests):
+        return [pb_utils.InferenceResponse(error=pb_utils.TritonError("a\\ud800b"))]
+
+    def recursion(self, requests):
+        return self.recursion(requests)
+
     def leaves(self, requests):
         sys.exit(3)
 
@@ -130,6 +146,10 @@ async def _error(models: Models, mode: str) -> str:
             "type '<class 'str'>'.",
         ),
         ("dropped", "dropped the response sender"),
+        ("textless", "message: Textless: <no text: ZeroDivisionError>"),
+        ("surrogate", "message: ValueError: a\\ud800b\n\nAt:"),
+        ("surrogate_error", "a\\ud800b"),
+        ("recursion", "maximum recursion depth exceeded"),
     ],
 )  # fmt: skip
 async def test_misuse_is_an_error_and_the_instance_lives_on(
@@ -138,6 +158,13 @@ async def test_misuse_is_an_error_and_the_instance_lives_on(
     """Every misuse gets its text, and the next request is served."""
     async with models as served:  # type: ignore[attr-defined]
         assert text in await _error(served, mode)
+
+
+async def test_deep_recursion_is_told_briefly(models: object) -> None:
+    """The innermost frames of a traceback are listed, not a thousand of the same."""
+    async with models as served:  # type: ignore[attr-defined]
+        frames = (await _error(served, "recursion")).split("At:\n")[1].splitlines()
+    assert 10 < len(frames) <= 100
 
 
 async def test_traceback_names_file_line_and_function(models: object) -> None:

@@ -126,6 +126,11 @@ async def test_process_forked_by_the_model_does_not_serve(tmp_path: Path) -> Non
         ("class TritonPythonModel:\n  def initialize(self, a): sys.exit(4)", "", "SystemExit: 4"),
         ("class TritonPythonModel:\n  def initialize(self, args): os.abort()", "", "SIGABRT"),
         (
+            "class TritonPythonModel:\n  def __getattr__(self, name): raise ValueError('odd')",
+            "",
+            "ValueError: odd",
+        ),
+        (
             "class TritonPythonModel:\n  def initialize(self, args): time.sleep(60)",
             parameter("initialize_timeout_seconds", "0.3"),
             "initialize_timeout_seconds",

@@ -128,3 +128,18 @@ def test_grpc_message_round_trip(text: str) -> None:
     encoded = framing.encode_grpc_message(text)
     assert all(0x20 <= byte < 0x7F for byte in encoded)
     assert urllib.parse.unquote(encoded.decode()) == text
+
+
+def test_long_texts_are_cut_before_they_are_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name of megabytes in an error is not percent-encoded on the loop only to be cut."""
+    sizes = []
+    encode = framing.encode_grpc_message
+
+    def recorded(text: str) -> bytes:
+        sizes.append(len(text))
+        return encode(text)
+
+    monkeypatch.setattr(framing, "encode_grpc_message", recorded)
+    text = framing.shortened("é" * 1_000_000)
+    assert max(sizes) < 10_000
+    assert text.endswith(" …")

@@ -68,6 +68,40 @@ async def test_responses_can_be_compressed(start: Start) -> None:
     assert answer.raw_output_contents[0] == data
 
 
+@pytest.mark.parametrize("value", ["\ud800", 1 << 64])
+async def test_a_response_that_cannot_be_encoded_is_an_error(rig: Rig, value: str | int) -> None:
+    """Whatever a model puts into its parameters, the client gets an answer; on a stream too."""
+
+    def answer(inference: InferenceRequest) -> None:
+        response = response_of(inference)
+        response.parameters = {"odd": value}
+        inference.deliver(response, True)
+
+    rig.core.table["odd"] = FakeModel("odd", answer)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await rig.infer(request("odd"), timeout=20)
+    assert caught.value.code() is grpc.StatusCode.INTERNAL
+    assert str(caught.value.details()).startswith("the response cannot be sent: ")
+    stream = rig.stream()
+    await stream.write(request("odd"), request())
+    first, second = await stream.rest()
+    assert first.error_message.startswith("the response cannot be sent: ")
+    assert not second.error_message
+
+
+async def test_an_error_that_is_no_unicode_reaches_a_stream(rig: Rig) -> None:
+    """Lone surrogates in a text are replaced."""
+
+    def fail(inference: InferenceRequest) -> None:
+        inference.deliver(InferenceResponse.from_error(InvalidArgumentError("a\ud800b")), True)
+
+    rig.core.table["fail"] = FakeModel("fail", fail)
+    stream = rig.stream()
+    await stream.write(request("fail"))
+    (answer,) = await stream.rest()
+    assert answer.error_message == "a?b"
+
+
 @pytest.mark.parametrize("code", StatusCode)
 async def test_every_error_code_reaches_the_client(rig: Rig, code: StatusCode) -> None:
     """A model's error arrives with its gRPC status and its text, whatever characters it has."""

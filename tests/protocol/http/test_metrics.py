@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 
 import pytest
+from prometheus_client import Metric
 
 from npuserve.options import ServerOptions
 from npuserve.protocol.http.metrics import MetricsServer
+from npuserve.protocol.prometheus import exposition
 from npuserve.server.core import InferenceServer
 from tests.protocol.http.fakes import Client, get
 
@@ -42,3 +44,10 @@ async def test_other_paths_are_empty(client: Client) -> None:
 async def test_other_methods_are_refused(client: Client) -> None:
     """Scraping is reading."""
     assert (await client.ask(get("/metrics", method="PUT"))).status == 405
+
+
+def test_label_that_is_no_unicode_is_replaced() -> None:
+    """One odd label of a model's own metric does not take all metrics away."""
+    family = Metric("own", "help", "counter")
+    family.add_sample("own", {"label": "a\ud800"}, 1)
+    assert b'own{label="a?"} 1' in exposition([family])
