@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from npuserve.errors import (
     InvalidArgumentError,
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from npuserve.server.ensemble_graph import EnsembleGraph, Step
     from npuserve.server.ensemble_iteration import SequenceTag
     from npuserve.server.model import Model
+    from npuserve.server.schedulers.ensemble import EnsembleScheduler
     from npuserve.server.statistics import ModelStatistics
     from npuserve.tensor import Tensor
 
@@ -55,6 +56,53 @@ class EnsembleParts:
     lookup: Callable[[str, int], Model]
     now_ns: Callable[[], int]
     gates: Mapping[int, Gate]
+
+
+class Members:
+    """The models that one request of an ensemble runs on, by step; held until `let_go`.
+
+    Whatever is loaded or unloaded meanwhile, all steps run on the versions of the beginning, also
+    those of ensembles inside this one.
+
+    Args:
+        requested: outputs of the request, which decide what steps it has.
+
+    Raises:
+        NpuserveError: a member is not ready; nothing is held.
+    """
+
+    __slots__ = ("_inner", "_models")
+
+    def __init__(self, parts: EnsembleParts, requested: tuple[str, ...]) -> None:
+        self._models: dict[int, Model] = {}
+        self._inner: dict[int, Members] | None = None
+        try:
+            for step in parts.graph.plan(requested).steps:
+                model = parts.lookup(step.model_name, step.model_version)
+                model.hold()
+                self._models[step.index] = model
+                if model.config.HasField("ensemble_scheduling"):
+                    inner = cast("EnsembleScheduler", model.scheduler).hold_members(step)
+                    if self._inner is None:
+                        self._inner = {}
+                    self._inner[step.index] = inner
+        except NpuserveError:
+            self.let_go()
+            raise
+
+    def accept(self, step: Step, request: InferenceRequest) -> None:
+        """Give a request to the member of a step; see `Model.accept`."""
+        if self._inner is not None:
+            request.scheduling = self._inner.get(step.index)
+        self._models[step.index].accept(request)
+
+    def let_go(self) -> None:
+        """The request was answered."""
+        if self._inner is not None:
+            for inner in self._inner.values():
+                inner.let_go()
+        for model in self._models.values():
+            model.let_go()
 
 
 class Gate:
@@ -112,7 +160,7 @@ class EnsembleRun:
 
     __slots__ = (
         "_advancing", "_calls", "_compute_ns", "_held", "_leaves", "_members", "_outbox",
-        "_partial", "_parts", "_plan", "_ready", "_request", "_tag", "_tagged",
+        "_owns_members", "_partial", "_parts", "_plan", "_ready", "_request", "_tag", "_tagged",
     )  # fmt: skip
 
     def __init__(self, parts: EnsembleParts, request: InferenceRequest) -> None:
@@ -126,7 +174,8 @@ class EnsembleRun:
         # buffers of their tensors) until the garbage collector comes.
         self._calls: dict[StepCall, InferenceRequest] = {}
         self._held: dict[int, int] = {}  # by scope: calls that wait at a gate
-        self._members: dict[int, Model] = {}  # by step; held until the request is answered
+        self._members: Members | None = None
+        self._owns_members = False  # else those of the ensemble around this one, which holds them
         self._advancing = False
         # Iterations still to be answered, in order, by leaf scope.
         self._leaves: dict[int, deque[Iteration]] = {
@@ -142,11 +191,14 @@ class EnsembleRun:
         self._request.on_cancel = self._cancelled
         if self._parts.graph.decoupled:
             self._request.on_hold = self._pace
-        try:
-            self._hold_members()
-        except NpuserveError as error:
-            self._fail(error)
-            return
+        self._members, self._request.scheduling = self._request.scheduling, None
+        if self._members is None:
+            self._owns_members = True
+            try:
+                self._members = Members(self._parts, self._request.requested_outputs)
+            except NpuserveError as error:
+                self._fail(error)
+                return
         root = Iteration(ROOT, None, self._plan)
         if ROOT in self._leaves:
             self._leaves[ROOT].append(root)
@@ -155,19 +207,12 @@ class EnsembleRun:
             self._settle(root, name, given.get(name))
         self._advance()
 
-    def _hold_members(self) -> None:
-        """Whatever is loaded or unloaded meanwhile, all steps run on the versions of now."""
-        for step in self._plan.steps:
-            model = self._parts.lookup(step.model_name, step.model_version)
-            model.hold()
-            self._members[step.index] = model
-
     def _finish(self, response: InferenceResponse | None) -> None:
         """Answer for the last time; no step starts any more."""
         self._request.deliver(response, True)
-        for model in self._members.values():
-            model.let_go()
-        self._members.clear()
+        members, self._members = self._members, None
+        if members is not None and self._owns_members:
+            members.let_go()
 
     # ---------------------------------------------------------------- tensors
 
@@ -302,8 +347,9 @@ class EnsembleRun:
 
     def _submit(self, call: StepCall, member: InferenceRequest) -> None:
         self._calls[call] = member
+        assert self._members is not None
         try:
-            self._members[call.step.index].accept(member)
+            self._members.accept(call.step, member)
         except NpuserveError as error:
             self._ended(call)
             self._fail(error)

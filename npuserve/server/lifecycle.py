@@ -319,9 +319,7 @@ class Lifecycle:
                 other = self.entries.get(member)
                 if other and not other.explicit and not self._dependents(member):
                     await self.unload(member, unload_dependents=True)
-        for dependent in self._dependents(name):
-            async with dependent.lock:
-                self._unload_entry(dependent)
+        await self._unload_dependents(name)
 
     def _unload_entry(self, entry: ModelEntry) -> None:
         entry.explicit = False
@@ -384,6 +382,13 @@ class Lifecycle:
             and any(member == name for member, _version in self.factory.members(entry.config))
         ]
 
+    async def _unload_dependents(self, name: str) -> None:
+        """Unload the ensembles that have the model as a member, and those that have these."""
+        for dependent in self._dependents(name):
+            async with dependent.lock:
+                self._unload_entry(dependent)
+            await self._unload_dependents(dependent.name)
+
     async def _refresh_dependents(self, name: str) -> None:
         """A member was (re)loaded: its ensembles must still fit."""
         for entry in self._dependents(name):
@@ -396,6 +401,7 @@ class Lifecycle:
                     self._unload_entry(entry)
                     for status in entry.versions.values():
                         status.reason = error.reason
+                await self._unload_dependents(entry.name)
 
     # ---------------------------------------------------------------- repository
 

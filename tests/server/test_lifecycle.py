@@ -384,6 +384,43 @@ async def test_a_running_ensemble_request_keeps_its_members(tmp_path: Path, oper
     assert former.statistics.inference_count == 1
 
 
+@pytest.mark.parametrize("operation", ["unload inner", "unload m", "reload inner", "reload m"])
+async def test_a_running_request_keeps_the_members_of_ensembles_inside(
+    tmp_path: Path, operation: str
+) -> None:
+    """A step two ensembles below that has not started runs on the model of the beginning."""
+    write_model(tmp_path, "first", more=SLOW)
+    write_model(tmp_path, "m")
+    write_model(tmp_path, "inner", ENSEMBLE % ("m", "X", "Y"))
+    write_model(tmp_path, "second", ENSEMBLE % ("inner", "A", "B"))
+    outer = TWO_STEPS.replace('key: "X" value: "t"', 'key: "A" value: "t"')
+    write_model(tmp_path, "e", outer.replace('key: "Y" value: "B"', 'key: "B" value: "B"'))
+    async with serve(tmp_path) as server:
+        former = server.model("m")
+        running = asyncio.ensure_future(infer(server, "e", name="A"))
+        await asyncio.sleep(0)
+        verb, name = operation.split()
+        if verb == "unload":
+            await server.unload_model(name)
+        else:
+            text = (tmp_path / name / "config.pbtxt").read_text()
+            (tmp_path / name / "config.pbtxt").write_text(f"{text}\n# changed")
+            await server.load_model(name)
+        assert (await running).error is None
+    assert former.statistics.inference_count == 1
+
+
+async def test_unloading_a_member_unloads_all_ensembles_above_it(tmp_path: Path) -> None:
+    """Also those that only contain an ensemble that contains it."""
+    write_model(tmp_path, "m")
+    write_model(tmp_path, "inner", ENSEMBLE % ("m", "X", "Y"))
+    write_model(tmp_path, "outer", ENSEMBLE % ("inner", "A", "B"))
+    write_model(tmp_path, "other")
+    async with serve(tmp_path) as server:
+        await server.unload_model("m")
+        assert [model.name for model in server.models] == ["other"]
+
+
 async def test_unload_dependents_takes_members_nobody_else_needs(tmp_path: Path) -> None:
     """Members loaded only for the ensemble go with it."""
     write_model(tmp_path, "m")

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING
 
 from npuserve.errors import UnavailableError
 from npuserve.server.ensemble_graph import EnsembleGraph
-from npuserve.server.ensemble_run import EnsembleParts, EnsembleRun, Gate
+from npuserve.server.ensemble_run import EnsembleParts, EnsembleRun, Gate, Members
 from npuserve.server.response_cache import ModelCache
 from npuserve.server.schedulers.base import STOPPING
 from npuserve.server.validation import request_prefix
 
 if TYPE_CHECKING:
     from npuserve.request import InferenceRequest
+    from npuserve.server.ensemble_graph import Step
     from npuserve.server.schedulers.base import SchedulerContext
 
 
@@ -64,6 +65,14 @@ class EnsembleScheduler:
             self._cache.admit(request)
         else:
             self._start(request)
+
+    def hold_members(self, step: Step) -> Members:
+        """The members for the requests of a step of another ensemble, which lets them go.
+
+        Raises:
+            NpuserveError: one of them is not ready.
+        """
+        return Members(self._parts, step.requested_outputs)
 
     def _start(self, request: InferenceRequest) -> None:
         self._parts.statistics.pending -= 1
