@@ -147,6 +147,55 @@ def set_attr_list_int(runtime: Runtime, handle: int, name: str, values: list[int
     _set(runtime, handle, name, list(values))
 
 
+def _listed(call: str, values: Any, kind: type | tuple[type, ...]) -> list[Any]:
+    if not isinstance(values, list) or not all(isinstance(value, kind) for value in values):
+        raise TypeError(f"acl.op.{call} args parse failed: a list is expected, got {values!r}")
+    return list(values)
+
+
+@entry("acl.op.set_attr_list_bool", "ksl")
+def set_attr_list_bool(runtime: Runtime, handle: int, name: str, values: list[int]) -> None:
+    """Set a list of truth values."""
+    if not all(0 <= value <= 255 for value in values):
+        raise ValueError("acl.op.set_attr_list_bool: the value must between 0 and 255")
+    _set(runtime, handle, name, [bool(value) for value in values])
+
+
+@entry("acl.op.set_attr_list_float", "kso")
+def set_attr_list_float(runtime: Runtime, handle: int, name: str, values: Any) -> None:
+    """Set a list of numbers."""
+    numbers = _listed("set_attr_list_float", values, (float, int))
+    _set(runtime, handle, name, [float(number) for number in numbers])
+
+
+@entry("acl.op.set_attr_list_string", "kso")
+def set_attr_list_string(runtime: Runtime, handle: int, name: str, values: Any) -> None:
+    """Set a list of texts."""
+    _set(runtime, handle, name, _listed("set_attr_list_string", values, str))
+
+
+@entry("acl.op.set_attr_list_list_int", "kso")
+def set_attr_list_list_int(runtime: Runtime, handle: int, name: str, values: Any) -> None:
+    """Set a list of lists of integers."""
+    call = "set_attr_list_list_int"
+    lists = [_listed(call, value, int) for value in _listed(call, values, list)]
+    _set(runtime, handle, name, lists)
+
+
+@entry("acl.op.set_attr_data_type", "ksi", failure=(0,))
+def set_attr_data_type(runtime: Runtime, handle: int, name: str, datatype: int) -> int:
+    """Set a datatype; returns the handle as well."""
+    _set(runtime, handle, name, datatype)
+    return handle
+
+
+@entry("acl.op.set_attr_list_data_type", "ksl", failure=(0,))
+def set_attr_list_data_type(runtime: Runtime, handle: int, name: str, values: list[int]) -> int:
+    """Set a list of datatypes; returns the handle as well."""
+    _set(runtime, handle, name, list(values))
+    return handle
+
+
 # Finding.
 
 

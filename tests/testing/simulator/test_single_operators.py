@@ -375,11 +375,21 @@ def test_attributes_are_of_their_type(acl: Any) -> None:
     assert acl.op.set_attr_float(attr, "b", 1) == 0
     assert acl.op.set_attr_string(attr, "c", "text") == 0
     assert acl.op.set_attr_list_int(attr, "d", [1, 2]) == 0
+    assert acl.op.set_attr_list_bool(attr, "e", [0, 1]) == 0
+    assert acl.op.set_attr_list_float(attr, "f", [0.5, 1]) == 0
+    assert acl.op.set_attr_list_string(attr, "g", ["a", "b"]) == 0
+    assert acl.op.set_attr_list_list_int(attr, "h", [[1], [2, 3]]) == 0
+    assert acl.op.set_attr_data_type(attr, "i", 1) == (attr, 0)
+    assert acl.op.set_attr_list_data_type(attr, "j", [0, 1]) == (attr, 0)
     for call, value in (
-        ("int", 1.5), ("float", "1"), ("string", b"x"), ("list_int", (1,)), ("bool", 0.5)
+        ("int", 1.5), ("float", "1"), ("string", b"x"), ("list_int", (1,)), ("bool", 0.5),
+        ("list_bool", [0.5]), ("list_float", ["1"]), ("list_string", "ab"),
+        ("list_list_int", [1]), ("data_type", "1"), ("list_data_type", 1),
     ):  # fmt: skip
         with pytest.raises(TypeError, match="args parse failed"):
-            getattr(acl.op, f"set_attr_{call}")(attr, "e", value)
+            getattr(acl.op, f"set_attr_{call}")(attr, "k", value)
+    with pytest.raises(ValueError, match="between 0 and 255"):
+        acl.op.set_attr_list_bool(attr, "k", [256])
     acl.op.destroy_attr(attr)
     assert acl.op.set_attr_bool(attr, "a", True) == 100000
 
