@@ -23,17 +23,23 @@ def samples(server: InferenceServer) -> dict[str, float]:
     return {series: float(value) for series, value in pairs}
 
 
-async def unload(server: InferenceServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unload the model `m`; returns when it has been freed."""
-    last, freed = server.model("m"), asyncio.Event()
+def watch_freed(server: InferenceServer, monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
+    """An event that happens when what the model `m` is now has been freed."""
+    watched, freed = server.model("m"), asyncio.Event()
     model_unloaded = server.metrics.model_unloaded
 
     def note(model: Model) -> None:
         model_unloaded(model)
-        if model is last:
+        if model is watched:
             freed.set()
 
     monkeypatch.setattr(server.metrics, "model_unloaded", note)
+    return freed
+
+
+async def unload(server: InferenceServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unload the model `m`; returns when it has been freed."""
+    freed = watch_freed(server, monkeypatch)
     await server.unload_model("m")
     await freed.wait()
 
@@ -73,6 +79,7 @@ async def test_counters_survive_a_reload_and_vanish_with_an_unload(
     series = 'nv_inference_count{model="m",version="1"}'
     async with serve(tmp_path) as server:
         await infer(server, "m")
+        replaced_freed = watch_freed(server, monkeypatch)
         (directory / "config.pbtxt").write_text(
             (directory / "config.pbtxt").read_text() + 'parameters { key: "k" value { } }'
         )
@@ -80,6 +87,7 @@ async def test_counters_survive_a_reload_and_vanish_with_an_unload(
         await infer(server, "m", rows=2)
         assert samples(server)[series] == 3
         assert server.model("m").statistics.inference_count == 2
+        await replaced_freed.wait()  # until then the series is its as well
         await unload(server, monkeypatch)
         assert series not in samples(server)
         await server.load_model("m")
