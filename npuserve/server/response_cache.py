@@ -118,18 +118,29 @@ class RedisStore:
 
     A server that cannot be reached is a miss; requests are executed as without a cache, and for a
     second it is not asked again.
+
+    Args:
+        unreachable: exceptions of the client that say so; others are about one command.
     """
 
-    def __init__(self, client: Any, call_soon_threadsafe: Callable[..., object]) -> None:
+    def __init__(
+        self,
+        client: Any,
+        call_soon_threadsafe: Callable[..., object],
+        unreachable: tuple[type[Exception], ...],
+    ) -> None:
         self._client = client
         self._call_loop = call_soon_threadsafe
+        self._unreachable = unreachable
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="redis-cache")
-        self._failing = False
+        self._failing: set[str] = set()  # reported: commands, and "" for a server out of reach
         self._retry_ns = 0
+        # Differs from Triton: it does not start without its cache. Here the log says so.
+        self._thread.submit(self._command, "ping")
 
     def get(self, key: bytes, found: Callable[[bytes | None], None]) -> None:
         """See `Store.get`."""
-        if _now_ns() < self._retry_ns:
+        if self._pausing:
             found(None)
             return
 
@@ -140,7 +151,7 @@ class RedisStore:
 
     def put(self, key: bytes, value: bytes) -> None:
         """See `Store.put`."""
-        if _now_ns() >= self._retry_ns:
+        if not self._pausing:
             self._thread.submit(self._command, "set", key, value)
 
     def close(self) -> None:
@@ -148,17 +159,30 @@ class RedisStore:
         self._thread.shutdown(cancel_futures=True)
         self._client.close()
 
+    @property
+    def _pausing(self) -> bool:
+        return _now_ns() < self._retry_ns
+
     def _command(self, name: str, *args: bytes) -> Any:
+        if self._pausing:
+            return None  # queued before the server went: each would wait for it once more
         try:
             answer = getattr(self._client, name)(*args)
-        except Exception as error:  # a cache is never a reason to fail a request
-            if not self._failing:
-                logger.error("the Redis cache does not answer, going on without: %s", error)
-            self._failing = True
+        except self._unreachable as error:  # a cache is never a reason to fail a request
+            self._report("", f"the Redis cache cannot be used, going on without: {error}")
             self._retry_ns = _now_ns() + _REDIS_PAUSE_NS
             return None
-        self._failing = False
+        except Exception as error:  # such as a full server that evicts nothing
+            self._report(name, f"the Redis cache refuses '{name}': {error}")
+            return None
+        self._failing -= {"", name}
         return answer
+
+    def _report(self, what: str, text: str) -> None:
+        """Log a failure once, until that has worked again."""
+        if what not in self._failing:
+            self._failing.add(what)
+            logger.error("%s", text)
 
 
 def create_cache(
@@ -216,19 +240,32 @@ def _connect_redis(
         import asyncio
 
         call_soon_threadsafe = asyncio.get_running_loop().call_soon_threadsafe
-    timeout_s = int(settings.get("wait_timeout", "1000")) / 1_000
+    timeout_ms = _redis_number(settings, "wait_timeout", 1_000)
+    has_tls_files = any(settings.get(name) for name in ("cert", "key", "cacert", "cacert_dir"))
     client = redis.Redis(
         host=settings["host"],
-        port=int(settings.get("port", "6379")),
-        db=int(settings.get("db", "0")),
+        port=_redis_number(settings, "port", 6_379),
+        db=_redis_number(settings, "db", 0),
         username=settings.get("user"),
         password=settings.get("password"),
-        ssl=settings.get("tls_enabled", "false").lower() == "true",
-        socket_timeout=timeout_s,
-        socket_connect_timeout=timeout_s,
+        ssl=has_tls_files or settings.get("tls_enabled", "false").lower() == "true",
+        ssl_certfile=settings.get("cert"),
+        ssl_keyfile=settings.get("key"),
+        ssl_ca_certs=settings.get("cacert"),
+        ssl_ca_path=settings.get("cacert_dir"),
+        socket_timeout=_redis_number(settings, "socket_timeout", timeout_ms) / 1_000,
+        socket_connect_timeout=_redis_number(settings, "connect_timeout", timeout_ms) / 1_000,
         retry=Retry(NoBackoff(), 0),  # a request waits for the answer
     )
-    return RedisStore(client, call_soon_threadsafe)
+    unreachable = (redis.ConnectionError, redis.TimeoutError, OSError)
+    return RedisStore(client, call_soon_threadsafe, unreachable)
+
+
+def _redis_number(settings: Mapping[str, str], name: str, default: int) -> int:
+    text = settings.get(name, "")
+    if text and not text.isdecimal():
+        raise InvalidArgumentError(f"--cache-config=redis,{name}={text} must be a number")
+    return int(text) if text else default
 
 
 class ModelCache:
@@ -352,7 +389,12 @@ class _Lookup:
 
     def _found(self, value: bytes | None) -> None:
         cache, request = self._cache, self._request
-        response = None if value is None else unpack_response(value)
+        response = None
+        if value is not None:
+            try:
+                response = unpack_response(value)
+            except (ValueError, KeyError, TypeError):  # other programs may write to a Redis server
+                logger.exception("a stored response cannot be read; the request is executed")
         lookup_ns = _now_ns() - self._start_ns
         if response is not None and cache.usable(request, response):
             cache.hit(request, response, lookup_ns)
@@ -394,7 +436,11 @@ def pack_response(response: InferenceResponse) -> bytes:
 
 
 def unpack_response(packed: bytes) -> InferenceResponse:
-    """The response of `pack_response`; its tensors are views of `packed`."""
+    """The response of `pack_response`; its tensors are views of `packed`.
+
+    Raises:
+        ValueError, KeyError, TypeError: something else made it.
+    """
     offset = 4 + int.from_bytes(packed[:4], "little")
     header = orjson.loads(packed[4:offset])
     view = memoryview(packed)
@@ -402,4 +448,6 @@ def unpack_response(packed: bytes) -> InferenceResponse:
     for name, datatype, shape, size in header["outputs"]:
         outputs.append(Tensor(name, datatype, shape, view[offset : offset + size]))
         offset += size
+    if offset != len(packed):
+        raise ValueError(f"{len(packed)} bytes are stored, {offset} are expected")
     return InferenceResponse(outputs, parameters=header["parameters"])

@@ -1,10 +1,8 @@
-"""The response cache: keys, hits, misses, eviction, and a Redis server that may go away."""
+"""The response cache: keys, hits, misses, eviction. Redis is in test_redis_cache.py."""
 
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import Iterator
 
 import pytest
 from google.protobuf import text_format
@@ -196,50 +194,3 @@ def test_settings_that_make_no_cache(settings: dict[str, dict[str, str]], messag
     """Bad --cache-config settings say what is wrong."""
     with pytest.raises(InvalidArgumentError, match=message):
         create_cache(ServerOptions(model_repository=("r",), cache_config=settings))
-
-
-@pytest.fixture
-def redis_port() -> Iterator[int]:
-    """A Redis server on a free port."""
-    fakeredis = pytest.importorskip("fakeredis")
-    server = fakeredis.TcpFakeServer(("127.0.0.1", 0))
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield server.server_address[1]
-    server.shutdown()
-    server.server_close()
-    thread.join()
-
-
-async def test_redis_answers_a_second_server(redis_port: int) -> None:
-    """What one server stored is a hit in another one."""
-    options = ServerOptions(
-        model_repository=("r",),
-        cache_config={"redis": {"host": "127.0.0.1", "port": str(redis_port)}},
-    )
-    for execution in (1, 0):
-        store = create_cache(options)
-        assert store is not None
-        model = Model(store)
-        for count in (1, 2):  # the second lookup comes after the insertion
-            model.send(b"x")
-            await model.wait_for_answers(count)
-        assert len(model.pool.executed) == execution
-        store.close()
-
-
-async def test_a_redis_server_that_is_gone_is_a_miss(caplog: pytest.LogCaptureFixture) -> None:
-    """Requests are executed as without a cache, and the log says so once."""
-    options = ServerOptions(
-        model_repository=("r",), cache_config={"redis": {"host": "127.0.0.1", "port": "1"}}
-    )
-    store = create_cache(options)
-    assert store is not None
-    model = Model(store)
-    for _ in range(3):
-        model.send(b"x")
-    await model.wait_for_answers(3)
-    model.send(b"x")
-    store.close()
-    assert model.answers == [1, 2, 3, 4]
-    assert caplog.text.count("does not answer") == 1
