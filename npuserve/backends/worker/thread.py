@@ -8,6 +8,7 @@ models may expect of each other's modules is in `loader.PrivateNamespace`.
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 from pathlib import Path
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from npuserve.buffer_pool import BufferPool
     from npuserve.request import InferenceRequest as ServerRequest
     from npuserve.response import InferenceResponse
+
+logger = logging.getLogger(__name__)
 
 _now_ns = time.monotonic_ns
 
@@ -166,6 +169,7 @@ class AsyncThreadInstance(LoopInstance):
         self.max_inflight = max_inflight
         self._loop = asyncio.new_event_loop()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._stopping = False
         self._ended: asyncio.Future[None] | None = None
 
     async def initialize(self) -> None:
@@ -190,7 +194,11 @@ class AsyncThreadInstance(LoopInstance):
 
     def _serve(self) -> None:
         asyncio.set_event_loop(self._loop)
-        self._loop.run_forever()
+        while not self._stopping:  # the model may stop the loop, or leave it by sys.exit in a task
+            try:
+                self._loop.run_forever()
+            except BaseException:
+                logger.exception("a task of model instance %s left its event loop", self._name)
         self._loop.close()
         assert self._ended is not None
         self._server_loop.call_soon_threadsafe(self._ended.set_result, None)
@@ -205,21 +213,21 @@ class AsyncThreadInstance(LoopInstance):
         task.add_done_callback(self._tasks.discard)
 
     async def _execute(self, batch: ExecutionBatch) -> None:
-        requests = self._model.requests(batch)
-        input_ready = _now_ns()
+        input_ready = 0
         error: NpuserveError | None = None
         answers: list[Any] = []
         try:
+            requests = self._model.requests(batch)
+            input_ready = _now_ns()
             outcomes = await self._model.host.execute_async(requests)
-        except ModelFailedError as failure:
-            error = InternalError(str(failure))
-        else:
             answers = [
                 outcome
                 if outcome is wire.LATER or type(outcome) is int
                 else self._model.response(asked, outcome)
                 for asked, outcome in zip(requests, outcomes, strict=False)
             ]
+        except (ModelFailedError, OSError, MemoryError) as failure:  # no room for its tensors
+            error = InternalError(str(failure))
         times = (input_ready, _now_ns())
         self._server_loop.call_soon_threadsafe(_finish, batch, answers, times, error)
 
@@ -228,8 +236,12 @@ class AsyncThreadInstance(LoopInstance):
         if self._ended is None:
             return
         await self._in_thread(self._model.finalize)
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._loop.call_soon_threadsafe(self._stop)
         await self._ended
+
+    def _stop(self) -> None:
+        self._stopping = True
+        self._loop.stop()
 
 
 def _finish(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import numpy as np
@@ -378,3 +379,44 @@ async def test_text_goes_both_ways(tmp_path: Path, execution: str, values: list[
     async with served_model(tmp_path, code, config, execution) as served:
         call = await served.infer(inputs={"IN": np.array(values, object)})
     assert call.value == [v.encode() if isinstance(v, str) else v for v in values]
+
+
+async def test_async_model_that_leaves_its_event_loop(tmp_path: Path, execution: str) -> None:
+    """Stopping the loop, or sys.exit in a task of the model's own, ends no instance for good."""
+    code = """
+    import asyncio
+
+    class TritonPythonModel:
+        async def execute(self, requests):
+            mode = requests[0].request_id()
+            if mode == "stop":
+                asyncio.get_running_loop().stop()
+            if mode == "exit":
+                asyncio.get_running_loop().call_soon(sys.exit, 3)
+            await asyncio.sleep(0)
+            return [response(tensor(r).as_numpy() * 2) for r in requests]
+    """
+    async with served_model(tmp_path, code, execution=execution) as models:
+        for mode in ("stop", "exit"):
+            await models.infer(id=mode)  # answered, or failed as the worker is replaced
+            assert (await models.infer()).value == [2.0]
+
+
+async def test_async_output_that_cannot_be_sent(
+    tmp_path: Path, execution: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No memory for an output is an error of its request, in an event loop as well."""
+    if execution == "process":
+        pytest.skip("covered by test_out_of_memory")
+    code = """
+    class TritonPythonModel:
+        async def execute(self, requests):
+            return [response(np.ones(100_000, np.float32)) for r in requests]
+    """
+
+    def no_room(size: int) -> memoryview:
+        raise OSError(errno.ENOMEM, "no room")
+
+    async with served_model(tmp_path, code, execution=execution) as models:
+        monkeypatch.setattr(models.server.buffer_pool, "lease", no_room)
+        assert "no room" in (await models.infer()).error
