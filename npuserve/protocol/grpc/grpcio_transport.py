@@ -17,6 +17,7 @@ import grpc.aio
 
 from npuserve.protocol.grpc import framing
 from npuserve.protocol.grpc.transport import (
+    MAX_CONCURRENT_STREAMS,
     Method,
     StreamReceiver,
     TransportOptions,
@@ -90,6 +91,7 @@ class GrpcioTransport:
         chosen = [
             ("grpc.max_receive_message_length", options.max_message_bytes),
             ("grpc.max_send_message_length", options.max_message_bytes),
+            ("grpc.max_concurrent_streams", MAX_CONCURRENT_STREAMS),
             ("grpc.so_reuseport", int(options.reuse_port)),
             ("grpc.keepalive_time_ms", options.keepalive_time_ms),
             ("grpc.keepalive_timeout_ms", options.keepalive_timeout_ms),
@@ -330,6 +332,16 @@ def _stream(
 
 async def _run_stream(requests: Any, call: _StreamCall, receiver: StreamReceiver) -> None:
     """Read and write until the call is finished or given up."""
+    # Apart from the `except*` below, which would put a cancellation into a group: grpcio takes
+    # that for a failure of the handler and logs it with all its frames.
+    try:
+        await _read_and_write(requests, call, receiver)
+    except asyncio.CancelledError:
+        call.abort()
+        raise
+
+
+async def _read_and_write(requests: Any, call: _StreamCall, receiver: StreamReceiver) -> None:
     try:
         # A task of its own for reading: responses must not wait for the next request.
         async with asyncio.TaskGroup() as group:
@@ -338,9 +350,6 @@ async def _run_stream(requests: Any, call: _StreamCall, receiver: StreamReceiver
             reading.cancel()
     except* grpc.RpcError:
         call.abort()
-    except* asyncio.CancelledError:
-        call.abort()
-        raise
 
 
 async def _read_all(requests: Any, call: _StreamCall, receiver: StreamReceiver) -> None:

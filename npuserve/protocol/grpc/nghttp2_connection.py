@@ -28,6 +28,7 @@ from ngh2 import (
 
 from npuserve.protocol.grpc.framing import GrpcStatus, encode_grpc_message
 from npuserve.protocol.grpc.nghttp2_stream import Stream
+from npuserve.protocol.grpc.transport import MAX_CONCURRENT_STREAMS
 
 if TYPE_CHECKING:
     from npuserve.protocol.grpc.nghttp2_transport import Nghttp2Transport
@@ -37,7 +38,7 @@ _STREAM_WINDOW_BYTES = 16 << 20
 _CONNECTION_WINDOW_BYTES = 64 << 20
 _FRAME_BYTES = 1 << 20
 _SETTINGS = {
-    ngh2.Setting.MAX_CONCURRENT_STREAMS: 10_000,
+    ngh2.Setting.MAX_CONCURRENT_STREAMS: MAX_CONCURRENT_STREAMS,
     ngh2.Setting.INITIAL_WINDOW_SIZE: _STREAM_WINDOW_BYTES,
     ngh2.Setting.MAX_FRAME_SIZE: _FRAME_BYTES,
     ngh2.Setting.MAX_HEADER_LIST_SIZE: 64 << 10,

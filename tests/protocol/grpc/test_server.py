@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
+import struct
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ import pytest
 from npuserve.errors import InvalidArgumentError, UnavailableError
 from npuserve.protocol.grpc.server import choose_transport
 from npuserve.protocol.grpc.transport import TransportOptions
-from tests.protocol.grpc.conftest import SERVICE, TRANSPORTS, request, running
+from tests.protocol.grpc.conftest import SERVICE, TRANSPORTS, Rig, request, running
 
 
 def options(**changes: Any) -> TransportOptions:
@@ -151,3 +153,15 @@ async def test_unreadable_certificates_are_told() -> None:
     with pytest.raises(InvalidArgumentError, match="--grpc-server-cert: cannot read 'nowhere'"):
         async with running("auto", grpc_use_ssl=True, grpc_server_cert="nowhere"):
             pass
+
+
+async def test_the_streams_of_a_connection_are_limited(rig: Rig) -> None:
+    """The server's first frame says so, on every transport."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", rig.front.port)
+    no_settings = bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+    writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + no_settings)
+    head = await reader.readexactly(9)
+    settings = dict(struct.iter_unpack(">HI", await reader.readexactly(int.from_bytes(head[:3]))))
+    writer.close()
+    await writer.wait_closed()
+    assert settings[3] == 10_000  # SETTINGS_MAX_CONCURRENT_STREAMS

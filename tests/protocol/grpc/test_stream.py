@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 
 import grpc
@@ -14,7 +15,7 @@ from npuserve.errors import InternalError
 from npuserve.protocol.grpc import stream as stream_module
 from npuserve.request import InferenceRequest
 from npuserve.response import InferenceResponse
-from tests.protocol.grpc.conftest import Rig, request
+from tests.protocol.grpc.conftest import Rig, request, running
 from tests.protocol.grpc.fakes import FakeModel, response_of
 
 Start = Callable[..., Awaitable[Rig]]
@@ -253,3 +254,16 @@ async def test_requests_after_shutdown_began_are_refused_on_the_stream(rig: Rig)
         "GRPC server is shutting down and has stopped accepting new requests."
     )
     await stopping
+
+
+async def test_a_client_that_leaves_is_not_logged(
+    transport: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Clients leave all the time; a flood of them must not fill the disk."""
+    async with running(transport) as rig:
+        stream = rig.stream()
+        await stream.write(request("hold"))
+        await rig.core.held.get()
+        stream.call.cancel()
+        await rig.core.cancelled.get()
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
