@@ -402,6 +402,11 @@ class NpuserveOptions(_Section):
     http_keep_alive_secs: int = Field(
         default=75, ge=0, description="Seconds an HTTP connection may stay idle."
     )
+    share_core: bool = Field(
+        default=True,
+        description="Run the loop and instances in threads on one core while executions are "
+        "shorter than waking another core.",
+    )
     npu_simulator: int = Field(
         default=0, ge=0, description="Simulate this many NPU cards, on a machine without any."
     )

@@ -266,6 +266,12 @@ class LoopInstance:
     # Whether `is_ready` has something to say.
     has_readiness: bool = False
 
+    # The kernel's id of the process that executes its batches (of its main thread), or 0.
+    native_thread_id: int = 0
+
+    # Set by the server while that process and the loop are kept on one core.
+    shares_core: bool = False
+
     # Set by the server: call it whenever `available` changes.
     on_available_change: Callable[[], None] | None = None
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections import Counter
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any, Self
@@ -23,6 +24,7 @@ from npuserve.errors import (
 from npuserve.log import LogSettings
 from npuserve.model_config import datatype_name
 from npuserve.model_repository import parse_config
+from npuserve.server.core_sharing import CoreSharing, LinuxCores
 from npuserve.server.idle_memory import IdleMemory, release_heap
 from npuserve.server.lifecycle import Lifecycle
 from npuserve.server.metadata import (
@@ -38,11 +40,12 @@ from npuserve.server.response_cache import create_cache
 from npuserve.server.trace import Tracer
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Mapping
+    from collections.abc import Coroutine, Iterator, Mapping
 
     from npuserve.model_config import ModelConfig
     from npuserve.options import ServerOptions
     from npuserve.request import InferenceRequest
+    from npuserve.server.instance import Instance
     from npuserve.server.model import Model
 
 logger = logging.getLogger(__name__)
@@ -90,6 +93,9 @@ class InferenceServer:
             self._activity,
             lambda: self.loop.run_in_executor(None, release_heap),
         )
+        self.core_sharing = CoreSharing(
+            self.clock, self._instances_that_may_share, threading.get_native_id(), LinuxCores()
+        )
 
     # ---------------------------------------------------------------- life of the server
 
@@ -99,6 +105,8 @@ class InferenceServer:
         try:
             await self.metrics.start()
             self._idle_memory.start()
+            if self.options.share_core:
+                self.core_sharing.start()
             await self.lifecycle.start(self._startup_models())
         except BaseException:
             await self.__aexit__()
@@ -112,6 +120,7 @@ class InferenceServer:
         """Refuse new requests, answer the accepted ones, unload every model."""
         self.stopping = True
         self._idle_memory.stop()
+        self.core_sharing.stop()
         if self._poll_task is not None:
             self._poll_task.cancel()
         await self.lifecycle.stop()
@@ -132,6 +141,13 @@ class InferenceServer:
         """Another value after an inference, a load or an unload."""
         times = (model.statistics.last_inference_ms for model in self.models)
         return self._serving_changes, max(times, default=0)
+
+    def _instances_that_may_share(self) -> Iterator[Instance]:
+        """Instances to which no host policy has given cores of their own."""
+        for model in self.models:
+            for instance in model.pool.instances:
+                if instance.native_thread_id and not instance.placement.cpu_cores:
+                    yield instance
 
     def _startup_models(self) -> list[str] | None:
         if self.options.model_control_mode != "explicit":

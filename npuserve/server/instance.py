@@ -8,7 +8,6 @@ batch's (execution.py).
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import queue
@@ -41,6 +40,8 @@ class Instance:
         counters: where its executions are counted; `statistics` are of the whole model version.
         inflight: batches it holds now.
         thread_id: identity of its thread, 0 for a `LoopInstance`.
+        executions: batches it has been given so far.
+        lone_executions: of these, single requests that found it idle.
     """
 
     def __init__(
@@ -62,6 +63,8 @@ class Instance:
         self.counters = pool.statistics.device(placement.card_name)
         self.max_inflight = backend_instance.max_inflight
         self.inflight = 0
+        self.executions = 0
+        self.lone_executions = 0
         self.ended_ns = 0  # when the last batch ended
         self.thread_id = 0
         self.resources: Any = None  # what the rate limiter lent to the running batch
@@ -72,6 +75,17 @@ class Instance:
         self._go_on = threading.Event()
         self._go_on.set()
         self._loop_thread_id = threading.get_ident()
+
+    # Whether it executes in another process.
+    own_process = False
+
+    @property
+    def native_thread_id(self) -> int:
+        """The kernel's id of the thread, or of the process, that executes; 0 for none."""
+        raise NotImplementedError
+
+    def core_shared(self, shared: bool) -> None:
+        """Told when it begins and ends to be kept on the loop's core (core_sharing.py)."""
 
     @property
     def available(self) -> bool:
@@ -106,6 +120,9 @@ class Instance:
 
     def _begin(self, requests: Sequence[InferenceRequest], start_ns: int) -> None:
         self.inflight += 1
+        self.executions += 1
+        if self.inflight == len(requests) == 1 and requests[0].queue_ns >= self.ended_ns:
+            self.lone_executions += 1
         self.pool.card_load[self.card] += 1
         pending = 0
         for request in requests:
@@ -150,8 +167,10 @@ class Instance:
         self._mailbox.append((function, args))
         if not self._mail_announced:
             self._mail_announced = True
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to tell
+            try:  # contextlib.suppress would cost more than the rest
                 self._loop.call_soon_threadsafe(self._open_mailbox)
+            except RuntimeError:
+                logger.debug("the loop is closed: nobody is left to tell")
 
     def _open_mailbox(self) -> None:
         self._mail_announced = False
@@ -165,6 +184,16 @@ class LoopDrivenInstance(Instance):
     """Instance over a `LoopInstance`."""
 
     backend_instance: LoopInstance
+    own_process = True
+
+    @property
+    def native_thread_id(self) -> int:
+        """See `Instance.native_thread_id`."""
+        return self.backend_instance.native_thread_id
+
+    def core_shared(self, shared: bool) -> None:
+        """See `Instance.core_shared`."""
+        self.backend_instance.shares_core = shared
 
     async def initialize(self) -> None:
         """See `Instance.initialize`."""
@@ -206,9 +235,15 @@ class ThreadInstance(Instance):
         pool: InstancePool,
     ) -> None:
         super().__init__(placement, backend_instance, pool)
+        self._native_id = 0
         self._jobs: queue.SimpleQueue[ThreadBatch | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._ended: asyncio.Future[None] | None = None
+
+    @property
+    def native_thread_id(self) -> int:
+        """See `Instance.native_thread_id`."""
+        return self._native_id
 
     async def initialize(self) -> None:
         """See `Instance.initialize`."""
@@ -237,6 +272,7 @@ class ThreadInstance(Instance):
 
     def _serve(self, ready: asyncio.Future[None]) -> None:
         self.thread_id = threading.get_ident()
+        self._native_id = threading.get_native_id()
         instance = self.backend_instance
         if self.placement.cpu_cores:
             os.sched_setaffinity(0, self.placement.cpu_cores)  # of this thread alone

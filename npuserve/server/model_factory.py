@@ -109,9 +109,10 @@ class ModelFactory:
         if self.members(complete):
             decoupled = self.check_ensemble(complete)
             complete.model_transaction_policy.decoupled = decoupled
-        context, backend = await asyncio.to_thread(self._prepare, directory, complete, version)
-        model = Model(context, backend, self._server.loop, namespace)
-        await model.start(self._server, configure_pool=self._configure_pool, warm_up=run_warmup)
+        with self._server.core_sharing:  # what is made for the model may use all cores
+            context, backend = await asyncio.to_thread(self._prepare, directory, complete, version)
+            model = Model(context, backend, self._server.loop, namespace)
+            await model.start(self._server, configure_pool=self._configure_pool, warm_up=run_warmup)
         return model
 
     def _prepare(

@@ -100,6 +100,7 @@ class WorkerInstance(LoopInstance):
         try:
             self._process, self._output = await self._launcher.start(connection.peer)
             self._process.exited.add_done_callback(lambda _status: connection.end())
+            self.native_thread_id = self._process.pid
             connection.send(wire.INIT, self._launcher.init_message())
             timeout = self._settings.initialize_timeout_s or None
             try:
@@ -184,7 +185,7 @@ class WorkerInstance(LoopInstance):
             raise
         if self._batches:
             self._polling.answered()  # no longer the only one
-        elif len(items) == 1:
+        elif len(items) == 1 and not self.shares_core:
             self._polling.sent()
         self._batches[batch_id] = batch
         if self._settings.execute_timeout_s:

@@ -1,0 +1,267 @@
+"""The loop and quick instances take turns on one core. Owned by the core.
+
+Waking a thread on another core takes 20 to 50 us (an interrupt, an idle core, cold caches), and
+a request of a quick model is little but two such hand-overs. Where the two sides do not work at
+the same time anyway, one core does better:
+
+- an instance in a thread of this process, as only one thread runs Python at a time (1.3 to 1.5
+  times the requests of two cores);
+- a worker process, as long as requests come one at a time.
+
+Longer executions keep all cores: they may leave the interpreter to others.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Set
+
+    from npuserve.clock import Clock, Timer
+
+logger = logging.getLogger(__name__)
+
+_LOOK_NS = 100_000_000
+_REST_NS = 1_000_000_000  # between looks while there is nobody to look at
+_MIN_EVERY_NS = 5_000_000  # an execution; fewer are not worth it
+# Processor time of one execution. Two limits, so that a model in between does not go to and fro.
+_QUICK_NS = 100_000
+_SLOW_NS = 200_000
+_LONE_SHARE = 0.9  # of the executions: then requests come one at a time
+# So often they are let loose for a moment: the kernel moves them if others crowd in, and whether
+# requests come one at a time shows only where two could be served at a time.
+_LOOKS_IN_A_ROW = 10
+_LOOSE_NS = 20_000_000
+
+
+class Executor(Protocol):
+    """What has to be known of an instance; see `Instance`."""
+
+    @property
+    def native_thread_id(self) -> int:
+        """Kernel's id of the thread, or of the process, that executes."""
+
+    own_process: bool
+    executions: int
+    lone_executions: int
+
+    def core_shared(self, shared: bool) -> None:
+        """Told when it begins and ends to share the loop's core."""
+
+
+class Cores(Protocol):
+    """The kernel's side; threads are named by the kernel's ids."""
+
+    def allowed(self) -> frozenset[int]:
+        """Cores the calling thread may use."""
+
+    def current(self) -> int:
+        """The core the calling thread runs on."""
+
+    def siblings(self, thread: int) -> frozenset[int]:
+        """All threads of the process of this one; none if it has ended."""
+
+    def processor_ns(self, thread: int) -> int:
+        """Processor time used by a thread so far; 0 for one that has ended."""
+
+    def is_confined(self, thread: int, core: int) -> bool:
+        """Whether a thread may use this core only."""
+
+    def confine(self, thread: int, cores: Set[int]) -> None:
+        """Let a thread use these cores only; nothing happens if it has ended."""
+
+
+class _Count(NamedTuple):
+    executions: int
+    lone: int
+    used_ns: int
+
+
+class CoreSharing:
+    """Looks ten times a second which instances are quick, and puts them on the loop's core.
+
+    Threads and processes inherit the cores of the thread that makes them. So nothing is confined
+    while a model is loaded (`with sharing:`), and a thread born on the shared core is set free.
+
+    Args:
+        executors: the instances that may share.
+        loop_thread: the loop's thread, on which everything here is called.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        executors: Callable[[], Iterable[Executor]],
+        loop_thread: int,
+        cores: Cores,
+    ) -> None:
+        self._clock = clock
+        self._executors = executors
+        self._loop_thread = loop_thread
+        self._cores = cores
+        self._allowed: frozenset[int] = frozenset()  # to the loop, when it is not confined
+        self._core: int | None = None  # the shared one
+        self._sharers: dict[int, Executor] = {}  # those on it, by thread
+        self._known: frozenset[int] = frozenset()  # threads that were there before, or are free
+        self._seen: dict[int, _Count] = {}  # by thread, at the last look
+        self._looks = 0
+        self._pauses = 0
+        self._timer: Timer | None = None
+
+    def start(self) -> None:
+        """Begin to look."""
+        self._plan(_REST_NS, self._look)
+
+    def stop(self) -> None:
+        """Set everything free and look no more."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._part()
+
+    def __enter__(self) -> None:
+        """Confine nothing until `__exit__`; nests."""
+        self._pauses += 1
+        self._part()
+
+    def __exit__(self, *exc: object) -> None:
+        """See `__enter__`."""
+        self._pauses -= 1
+
+    def _plan(self, delay_ns: int, then: Callable[[], None]) -> None:
+        self._timer = self._clock.call_at(self._clock.now_ns() + delay_ns, then)
+
+    def _look(self) -> None:
+        self._looks += 1
+        if self._core is not None and self._looks % _LOOKS_IN_A_ROW == 0:
+            self._count(_LOOK_NS)
+            self._part()
+            self._plan(_LOOSE_NS, lambda: self._settle(self._count(_LOOSE_NS)))
+        else:
+            self._settle(self._count(_LOOK_NS))
+
+    def _settle(self, quick: dict[int, Executor]) -> None:
+        if quick and not self._pauses:
+            self._meet(quick)
+        else:
+            self._part()
+        self._plan(_LOOK_NS if self._seen else _REST_NS, self._look)
+
+    def _count(self, elapsed_ns: int) -> dict[int, Executor]:
+        """Those that executed much since the last count, and quickly, and gain by sharing."""
+        enough = elapsed_ns // _MIN_EVERY_NS
+        before, self._seen = self._seen, {}
+        busy = 0
+        quick: dict[int, Executor] = {}
+        lone_processes: dict[int, Executor] = {}
+        for executor in self._executors():
+            thread = executor.native_thread_id
+            last = before.get(thread)
+            if last is not None and executor.executions - last.executions < enough:
+                self._seen[thread] = last
+                continue
+            used_ns = self._cores.processor_ns(thread)
+            now = _Count(executor.executions, executor.lone_executions, used_ns)
+            self._seen[thread] = now
+            if last is None:
+                continue
+            busy += 1
+            executions = now.executions - last.executions
+            limit_ns = _SLOW_NS if thread in self._sharers else _QUICK_NS
+            if used_ns - last.used_ns < limit_ns * executions:
+                if not executor.own_process:
+                    quick[thread] = executor
+                elif now.lone - last.lone > _LONE_SHARE * executions:
+                    lone_processes[thread] = executor
+        return lone_processes if busy == len(lone_processes) == 1 else quick
+
+    def _meet(self, quick: dict[int, Executor]) -> None:
+        if self._core is None:
+            self._allowed = self._cores.allowed()
+            if len(self._allowed) == 1:
+                return
+            self._core = self._cores.current()
+            self._confine(self._loop_thread, self._core)
+        for thread in self._sharers.keys() - quick.keys():
+            self._sharers.pop(thread).core_shared(False)
+            self._cores.confine(thread, self._allowed)
+        for thread in quick.keys() - self._sharers.keys():
+            self._confine(thread, self._core)
+            quick[thread].core_shared(True)
+        self._sharers = quick
+        self._free_the_newborn(self._core)
+
+    def _confine(self, thread: int, core: int) -> None:
+        self._known |= self._cores.siblings(thread)
+        self._cores.confine(thread, {core})
+
+    def _part(self) -> None:
+        if self._core is None:
+            return
+        self._free_the_newborn(self._core)
+        for thread, executor in self._sharers.items():
+            executor.core_shared(False)
+            self._cores.confine(thread, self._allowed)
+        self._cores.confine(self._loop_thread, self._allowed)
+        self._core = None
+        self._sharers = {}
+        self._known = frozenset()
+
+    def _free_the_newborn(self, core: int) -> None:
+        """Set free what a confined thread has started."""
+        cores = self._cores
+        for parent in (self._loop_thread, *self._sharers):
+            siblings = cores.siblings(parent)
+            for thread in siblings - self._known:
+                if cores.is_confined(thread, core):
+                    cores.confine(thread, self._allowed)
+            self._known |= siblings
+
+
+class LinuxCores:
+    """The `Cores` of this machine."""
+
+    _sched_getcpu = ctypes.CDLL(None).sched_getcpu
+
+    def allowed(self) -> frozenset[int]:
+        """See `Cores.allowed`."""
+        return frozenset(os.sched_getaffinity(0))
+
+    def current(self) -> int:
+        """See `Cores.current`."""
+        return int(self._sched_getcpu())
+
+    def siblings(self, thread: int) -> frozenset[int]:
+        """See `Cores.siblings`."""
+        try:
+            return frozenset(map(int, os.listdir(f"/proc/{thread}/task")))
+        except FileNotFoundError:
+            return frozenset()
+
+    def processor_ns(self, thread: int) -> int:
+        """See `Cores.processor_ns`."""
+        try:
+            text = Path(f"/proc/{thread}/schedstat").read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            return 0
+        return int(text.split()[0])
+
+    def is_confined(self, thread: int, core: int) -> bool:
+        """See `Cores.is_confined`; False for a thread that has ended."""
+        try:
+            return os.sched_getaffinity(thread) == {core}
+        except ProcessLookupError:
+            return False
+
+    def confine(self, thread: int, cores: Set[int]) -> None:
+        """See `Cores.confine`."""
+        try:
+            os.sched_setaffinity(thread, cores)
+        except ProcessLookupError:
+            return
+        except OSError as error:  # somebody changed what the process may use; asked again soon
+            logger.warning("thread %d cannot use the cores %s: %s", thread, sorted(cores), error)
