@@ -70,11 +70,12 @@ def test_a_wrong_number_of_arguments_is_a_type_error(acl: Any) -> None:
 
 
 def test_nothing_works_before_init(machine: Runtime) -> None:
-    """100001."""
+    """100001; only the run mode is known, as the runtime's source has it."""
     import acl
 
     assert acl.rt.set_device(0) == 100001
     assert "acl.init" in acl.get_recent_err_msg()
+    assert acl.rt.get_run_mode() == (1, 0)
 
 
 def test_a_second_init_says_so(acl: Any) -> None:
