@@ -206,6 +206,10 @@ class ModelInstance:
     # instance and begins without a gap. No overlap comes of it.
     prefetches: bool = True
 
+    # Whether an execution holds the interpreter lock nearly all the time, so that a second core
+    # would be of no use to it.
+    holds_gil: bool = False
+
     def initialize(self) -> None:
         """Get ready in this thread. An exception makes the load fail."""
 

@@ -4,11 +4,12 @@ Waking a thread on another core takes 20 to 50 us (an interrupt, an idle core, c
 a request of a quick model is little but two such hand-overs. Where the two sides do not work at
 the same time anyway, one core does better:
 
-- an instance in a thread of this process, as only one thread runs Python at a time (1.3 to 1.5
-  times the requests of two cores);
-- a worker process, as long as requests come one at a time.
+- a Python model in a thread, as only one thread runs Python at a time (1.3 to 1.5 times the
+  requests of two cores);
+- a worker process, or a library that lets go of the interpreter, as long as requests come one at
+  a time.
 
-Longer executions keep all cores: they may leave the interpreter to others.
+Longer executions keep all cores: there the hand-over is of no account.
 """
 
 from __future__ import annotations
@@ -46,7 +47,10 @@ class Executor(Protocol):
     def native_thread_id(self) -> int:
         """Kernel's id of the thread, or of the process, that executes."""
 
-    own_process: bool
+    @property
+    def overlaps(self) -> bool:
+        """Whether the loop can do something while it executes."""
+
     executions: int
     lone_executions: int
 
@@ -157,27 +161,27 @@ class CoreSharing:
         before, self._seen = self._seen, {}
         busy = 0
         quick: dict[int, Executor] = {}
-        lone_processes: dict[int, Executor] = {}
+        alone: dict[int, Executor] = {}
         for executor in self._executors():
             thread = executor.native_thread_id
             last = before.get(thread)
-            if last is not None and executor.executions - last.executions < enough:
+            if last is not None and executor.executions == last.executions:
                 self._seen[thread] = last
                 continue
             used_ns = self._cores.processor_ns(thread)
             now = _Count(executor.executions, executor.lone_executions, used_ns)
             self._seen[thread] = now
-            if last is None:
+            if last is None or now.executions - last.executions < enough:
                 continue
             busy += 1
             executions = now.executions - last.executions
             limit_ns = _SLOW_NS if thread in self._sharers else _QUICK_NS
             if used_ns - last.used_ns < limit_ns * executions:
-                if not executor.own_process:
+                if not executor.overlaps:
                     quick[thread] = executor
                 elif now.lone - last.lone > _LONE_SHARE * executions:
-                    lone_processes[thread] = executor
-        return lone_processes if busy == len(lone_processes) == 1 else quick
+                    alone[thread] = executor
+        return alone if busy == len(alone) == 1 else quick
 
     def _meet(self, quick: dict[int, Executor]) -> None:
         if self._core is None:

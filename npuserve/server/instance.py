@@ -76,8 +76,10 @@ class Instance:
         self._go_on.set()
         self._loop_thread_id = threading.get_ident()
 
-    # Whether it executes in another process.
-    own_process = False
+    @property
+    def overlaps(self) -> bool:
+        """Whether the loop can do something while it executes: it is not kept by the GIL."""
+        return True
 
     @property
     def native_thread_id(self) -> int:
@@ -184,7 +186,6 @@ class LoopDrivenInstance(Instance):
     """Instance over a `LoopInstance`."""
 
     backend_instance: LoopInstance
-    own_process = True
 
     @property
     def native_thread_id(self) -> int:
@@ -239,6 +240,11 @@ class ThreadInstance(Instance):
         self._jobs: queue.SimpleQueue[ThreadBatch | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._ended: asyncio.Future[None] | None = None
+
+    @property
+    def overlaps(self) -> bool:
+        """See `Instance.overlaps`."""
+        return not self.backend_instance.holds_gil
 
     @property
     def native_thread_id(self) -> int:

@@ -64,11 +64,11 @@ class Machine:
 class Executor:
     """An instance; `execute` is what it did lately."""
 
-    def __init__(self, machine: Machine, thread: int, own_process: bool) -> None:
+    def __init__(self, machine: Machine, thread: int, own_process: bool, overlaps: bool) -> None:
         machine.start(thread, None if own_process else LOOP)
         self.machine = machine
         self.native_thread_id = thread
-        self.own_process = own_process
+        self.overlaps = overlaps
         self.executions = 0
         self.lone_executions = 0
         self.shared: list[bool] = []
@@ -93,8 +93,8 @@ class Rig:
         self.sharing.start()
         self.busy: list[tuple[Executor, int, bool]] = []
 
-    def add(self, thread: int, own_process: bool = False) -> Executor:
-        executor = Executor(self.machine, thread, own_process)
+    def add(self, thread: int, own_process: bool = False, overlaps: bool = False) -> Executor:
+        executor = Executor(self.machine, thread, own_process, own_process or overlaps)
         self.executors.append(executor)
         return executor
 
@@ -146,9 +146,12 @@ def test_a_thread_that_becomes_slow_is_let_go(rig: Rig) -> None:
     assert model.shared == [True, False]
 
 
-def test_a_process_shares_only_while_requests_come_one_at_a_time(rig: Rig) -> None:
-    """With more of them the loop and the worker work at the same time."""
-    worker = rig.add(20, own_process=True)
+@pytest.mark.parametrize("own_process", [True, False])
+def test_what_overlaps_shares_only_while_requests_come_one_at_a_time(
+    rig: Rig, own_process: bool
+) -> None:
+    """With more of them the loop and the worker, or a library's code, work at the same time."""
+    worker = rig.add(20, own_process, overlaps=True)
     rig.serve(1.5, (worker, 30 * US, False))
     assert rig.apart()
     rig.serve(0.3, (worker, 30 * US, True))
@@ -183,7 +186,7 @@ def test_an_idle_server_confines_nothing(rig: Rig) -> None:
     for _ in range(20):
         rig.serve(0.1)
         quick.execute(5, 30 * US, True)
-    assert rig.apart()
+        assert rig.apart()
 
 
 def test_the_kernel_gets_a_chance_to_move_them(rig: Rig) -> None:

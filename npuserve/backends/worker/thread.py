@@ -119,6 +119,8 @@ class LocalModel:
 class ThreadModelInstance(ModelInstance):
     """One instance of a Python model in a thread of the server."""
 
+    holds_gil = True
+
     def __init__(self, model: LocalModel) -> None:
         self._model = model
 
