@@ -22,6 +22,7 @@ class Caller:
         self._graph = graph
         self._model = model
         self._waits_for: dict[int, str] = {}
+        self._blocked_by: dict[int, str] = {}  # of an instance that overlaps, see `blocks`
         self.overlaps = False
         graph.models.setdefault(model, []).append(self)
 
@@ -32,8 +33,23 @@ class Caller:
             InternalError: the answer could never come.
         """
         self._waits_for[call_id] = target
-        if not self.overlaps and self._graph.is_stuck(target):
-            del self._waits_for[call_id]
+        if not self.overlaps:
+            self._check(self._waits_for, call_id)
+
+    def blocks(self, call_id: int) -> None:
+        """An instance that overlaps waits within `execute`, so that nothing else goes on there.
+
+        Raises:
+            InternalError: the answer could never come.
+        """
+        if self.overlaps and call_id in self._waits_for:
+            self._blocked_by[call_id] = self._waits_for[call_id]
+            self._check(self._blocked_by, call_id)
+
+    def _check(self, calls: dict[int, str], call_id: int) -> None:
+        target = calls[call_id]
+        if self._graph.is_stuck(target):
+            del calls[call_id]
             # Differs from Triton: there both requests hang for ever.
             raise InternalError(
                 f"Model {self._model} calls model {target}, all instances of which wait for each "
@@ -41,13 +57,19 @@ class Caller:
                 "make execute a coroutine (async def) that awaits async_exec."
             )
 
+    def responded(self, call_id: int) -> None:
+        """A response came: whoever is waited for is at work."""
+        self._blocked_by.pop(call_id, None)
+
     def ended(self, call_id: int) -> None:
         """The call was answered."""
         self._waits_for.pop(call_id, None)
+        self._blocked_by.pop(call_id, None)
 
     def clear(self) -> None:
         """The instance ended all its calls."""
         self._waits_for.clear()
+        self._blocked_by.clear()
 
     def leave(self) -> None:
         """The instance is gone."""
@@ -59,7 +81,8 @@ class Caller:
 
     def can_go_on(self, stuck: set[str]) -> bool:
         """Whether it is free, or waits only for models outside `stuck`."""
-        return self.overlaps or stuck.isdisjoint(self._waits_for.values())
+        calls = self._blocked_by if self.overlaps else self._waits_for
+        return stuck.isdisjoint(calls.values())
 
 
 class CallGraph:

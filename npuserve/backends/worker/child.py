@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from npuserve.backends.worker.pb_request import InferenceRequest
 
 _INTERNAL = wire.STATUS_NAMES.index("INTERNAL")
+_CANCELLED = wire.STATUS_NAMES.index("CANCELLED")
 
 _now_ns = time.monotonic_ns
 
@@ -234,7 +235,13 @@ class Worker:
         try:
             requests = self._requests(host, payload)
             input_ready = _now_ns()
-            outcomes = await host.execute_async(requests)
+            if self._cancelled and all(
+                (batch_id, index) in self._cancelled for index in range(len(requests))
+            ):
+                host.abandon(requests)  # while the model kept its event loop busy
+                error = (_CANCELLED, "the request was cancelled before its execution")
+            else:
+                outcomes = await host.execute_async(requests)
         except ModelFailedError as failure:
             error = (_INTERNAL, str(failure))
         if self._forked:
@@ -465,8 +472,21 @@ class Worker:
         """See `Port.wait`."""
         items = mailbox.items
         if not items:
+            self._tell_waiting(mailbox)
             self._read_until(lambda: bool(items))
         return _opened(items.popleft())
+
+    def _tell_waiting(self, mailbox: Mailbox) -> None:
+        """The batches of such models overlap, but not while the main thread is waiting."""
+        host = self._host
+        if (
+            host is not None
+            and (host.decoupled or host.is_async)
+            and not mailbox.awaited
+            and threading.current_thread() is threading.main_thread()
+        ):
+            mailbox.awaited = True
+            self._channel.send(wire.WAITS, mailbox.handle)
 
     async def wait_async(self, mailbox: Mailbox) -> Any:
         """See `Port.wait_async`."""

@@ -222,10 +222,10 @@ class ModelHost:
             if inspect.isgenerator(returned):
                 returned = list(returned)
         except ModelFailedError:
-            self._abandon(requests)
+            self.abandon(requests)
             raise
         except BaseException as error:
-            self._abandon(requests)
+            self.abandon(requests)
             raise ModelFailedError(self._failure(describe(error))) from None
         return self._outcomes(requests, returned)
 
@@ -234,7 +234,7 @@ class ModelHost:
         try:
             returned = await self._entry()(requests)
         except BaseException as error:
-            self._abandon(requests)
+            self.abandon(requests)
             raise ModelFailedError(self._failure(describe(error))) from None
         return self._outcomes(requests, returned)
 
@@ -253,7 +253,7 @@ class ModelHost:
             f"message: {text}"
         )
 
-    def _abandon(self, requests: list[InferenceRequest]) -> None:
+    def abandon(self, requests: list[InferenceRequest]) -> None:
         """The batch ends with an error for all: senders must not answer any more."""
         for request in requests:
             if request._sender is not None:
@@ -277,7 +277,7 @@ class ModelHost:
                 )
             return list(map(self._outcome, requests, returned))
         except ModelFailedError as error:
-            self._abandon(requests)
+            self.abandon(requests)
             raise ModelFailedError(self._failure(str(error))) from None
 
     def _decoupled_outcomes(

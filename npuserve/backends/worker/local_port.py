@@ -27,7 +27,11 @@ if TYPE_CHECKING:
 
 
 class LocalPort:
-    """`Port` of a model in the server's own process; a key is (batch, request)."""
+    """`Port` of a model in the server's own process; a key is (batch, request).
+
+    Attributes:
+        main_thread: identity of the one in which `execute` runs.
+    """
 
     def __init__(
         self,
@@ -41,6 +45,7 @@ class LocalPort:
         self._arrived = threading.Condition()
         self._next_call = 0
         self._posts_answers = False
+        self.main_thread = 0
 
     def post_answers_to(self, loop: asyncio.AbstractEventLoop) -> None:
         """Batches are those of a `LoopInstance`: they are touched on this loop only."""
@@ -134,6 +139,9 @@ class LocalPort:
 
     def wait(self, mailbox: Mailbox) -> Any:
         """See `Port.wait`."""
+        if not (mailbox.items or mailbox.awaited) and self.main_thread == threading.get_ident():
+            mailbox.awaited = True
+            self.post(self._services.waits, mailbox.handle)
         with self._arrived:
             while not mailbox.items:
                 self._arrived.wait()

@@ -420,6 +420,9 @@ class WorkerInstance(LoopInstance):
             item = _to_wire(_unreadable("response of the model", failure), connection.link)
         connection.send(wire.INFER_RESPONSE, (call_id, item, final))
 
+    def _on_waits(self, call_id: int) -> None:
+        self._services.waits(call_id)
+
     def _on_infer_cancel(self, call_id: int) -> None:
         self._services.cancel_infer(call_id)
 
@@ -512,6 +515,7 @@ _OTHER: dict[int, Any] = {
     wire.CALL: WorkerInstance._on_call,
     wire.INFER: WorkerInstance._on_infer,
     wire.INFER_CANCEL: WorkerInstance._on_infer_cancel,
+    wire.WAITS: WorkerInstance._on_waits,
 }
 
 

@@ -20,14 +20,16 @@ class Mailbox:
     Attributes:
         wake: called after an answer was put, if a coroutine waits for it.
         handle: the port's own note of the call.
+        awaited: whether the server knows that `execute` waits for it.
     """
 
-    __slots__ = ("handle", "items", "wake")
+    __slots__ = ("awaited", "handle", "items", "wake")
 
     def __init__(self, handle: Any = None) -> None:
         self.items: deque[Any] = deque()
         self.wake: Callable[[], object] | None = None
         self.handle = handle
+        self.awaited = False
 
     def put(self, item: Any) -> None:
         """Add an answer."""

@@ -59,7 +59,8 @@ class ModelServices:
         self._context = context
         self._log = context.log
         self._caller = caller
-        self._requests: dict[int, InferenceRequest] = {}
+        self._requests: dict[int, tuple[InferenceRequest, Reply]] = {}
+        self._refused: set[int] = set()  # calls that the model need not hear of any more
         self._families: dict[int, int] = {}
         self._metrics: dict[int, int] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -73,7 +74,7 @@ class ModelServices:
 
     def close(self) -> None:
         """The instance ended: nothing it asked for goes on, and its metrics go."""
-        for request in list(self._requests.values()):
+        for request, _ in list(self._requests.values()):
             request.cancel()
         self._requests.clear()
         for task in self._tasks:
@@ -129,15 +130,20 @@ class ModelServices:
         self._caller.starts(call_id, name)
 
         def answered(response: InferenceResponse | None, final: bool) -> None:
+            self._caller.responded(call_id)
             if final:
                 self._requests.pop(call_id, None)
                 self._caller.ended(call_id)
+            if call_id in self._refused:
+                if final:
+                    self._refused.remove(call_id)
+                return
             if response is not None and response.error is not None:
                 response = InferenceResponse.from_error(_prefixed(name, response.error))
             reply(response, final)
 
         request = _request(name, version, inputs, fields, answered)
-        self._requests[call_id] = request
+        self._requests[call_id] = request, reply
         try:
             self._server.infer(request)
         except NpuserveError as error:
@@ -145,11 +151,22 @@ class ModelServices:
             self._caller.ended(call_id)
             raise _prefixed(name, error) from None
 
+    def waits(self, call_id: int) -> None:
+        """The model waits for the call within `execute`; refuses one that cannot be answered."""
+        request, reply = self._requests.get(call_id, (None, None))
+        if request is None or reply is None or request.response_count:
+            return
+        try:
+            self._caller.blocks(call_id)
+        except NpuserveError as error:
+            self._refused.add(call_id)
+            request.cancel()
+            reply(InferenceResponse.from_error(error), True)
+
     def cancel_infer(self, call_id: int) -> None:
         """The model does not want the answer any more."""
-        request = self._requests.get(call_id)
-        if request is not None:
-            request.cancel()
+        if call_id in self._requests:
+            self._requests[call_id][0].cancel()
 
     # -- calls --------------------------------------------------------------------------------
 

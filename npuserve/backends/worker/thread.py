@@ -23,7 +23,7 @@ from npuserve.backends.worker.loader import PrivateNamespace
 from npuserve.backends.worker.local_port import LocalPort, model_tensor
 from npuserve.backends.worker.parent import request_fields
 from npuserve.backends.worker.services import ModelServices
-from npuserve.errors import InternalError, NpuserveError
+from npuserve.errors import InternalError, NpuserveError, RequestCancelledError
 
 if TYPE_CHECKING:
     from npuserve.backends.base import BackendModelContext, Placement
@@ -75,6 +75,7 @@ class LocalModel:
         except ModelFailedError as error:
             raise InternalError(str(error)) from None
         self._caller.overlaps = self.host.decoupled or self.host.is_async
+        self.port.main_thread = threading.get_ident()
 
     def is_ready(self) -> bool:
         """See `ModelInstance.is_ready`."""
@@ -221,6 +222,10 @@ class AsyncThreadInstance(LoopInstance):
         try:
             requests = self._model.requests(batch)
             input_ready = _now_ns()
+            first, *others = batch.requests
+            if first.cancelled and all(request.cancelled for request in others):
+                self._model.host.abandon(requests)  # while the model kept its event loop busy
+                raise RequestCancelledError("the request was cancelled before its execution")
             outcomes = await self._model.host.execute_async(requests)
             answers = [
                 outcome
@@ -230,6 +235,8 @@ class AsyncThreadInstance(LoopInstance):
             ]
         except (ModelFailedError, OSError, MemoryError) as failure:  # no room for its tensors
             error = InternalError(str(failure))
+        except RequestCancelledError as cancelled:
+            error = cancelled
         times = (input_ready, _now_ns())
         self._server_loop.call_soon_threadsafe(_finish, batch, answers, times, error)
 

@@ -46,6 +46,7 @@ INFER_CANCEL = 22  #                call id
 LOG = 23  #                         (level, text, file, line)
 STOPPED = 24  #                     None
 READINESS = 25  #                   (whether it is ready, error)
+WAITS = 26  #                       call id of an INFER that `execute` waits for, doing nothing else
 # both
 MEMORY = 30  #                      None: only `memory` matters
 SPILLED = 31  #                     reference to shared memory that holds the message proper
@@ -56,7 +57,7 @@ KILL = 41  #                        process id
 FORKED = 42  #                      (token, process id); token 0 once, when it is ready
 EXITED = 43  #                      (process id, wait status)
 
-KINDS = frozenset({*range(1, 9), *range(16, 26), 30, 31, *range(40, 44)})
+KINDS = frozenset({*range(1, 9), *range(16, 27), 30, 31, *range(40, 44)})
 
 # Outcomes of one request in RESULT that are not a response.
 LATER = None  # answered, or going to be answered, through its response sender

@@ -197,6 +197,38 @@ async def test_model_that_calls_itself_gets_an_error(repository: Path, execution
         assert await _ask(models, "sync", "call:double") == [[2, 4]]
 
 
+@pytest.mark.parametrize("decoupled", [True, False])
+async def test_overlapping_model_that_blocks_on_itself(
+    tmp_path: Path, execution: str, decoupled: bool
+) -> None:
+    """A decoupled or async model that waits within execute for itself gets an error as well."""
+    if decoupled:
+        model = """
+class TritonPythonModel:
+    def execute(self, requests):
+        for r in requests:
+            (answer,) = make(r, "m").exec(decoupled=True)
+            sender = r.get_response_sender()
+            sender.send(report(outcome(answer)))
+            sender.send(flags=1)
+"""
+    else:
+        model = """
+class TritonPythonModel:
+    count = 0
+
+    async def execute(self, requests):
+        self.count += 1
+        return [report([self.count, outcome(make(r, "m").exec())]) for r in requests]
+"""
+    write_model(tmp_path, "m", CALLER + model, DECOUPLED if decoupled else CONFIG)
+    async with served(tmp_path, execution) as models:
+        answers = [str((await models.infer()).text) for _ in range(3)]
+    assert ["could never be answered" in answer for answer in answers] == [True] * 3
+    if not decoupled:  # the calls that were refused were not executed after all
+        assert [json.loads(answer)[0] for answer in answers] == [1, 2, 3]
+
+
 async def test_model_loads_another(repository: Path, execution: str) -> None:
     """load_model works in explicit mode, and its failures have Triton's prefix."""
     async with served(

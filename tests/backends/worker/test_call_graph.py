@@ -52,6 +52,19 @@ def test_overlapping_instances_are_never_stuck(graph: CallGraph) -> None:
     caller.starts(1, "a")
 
 
+def test_overlapping_instance_that_waits_within_execute(graph: CallGraph) -> None:
+    """It is as stuck as any other, until the first response comes."""
+    first, second = Caller(graph, "a"), Caller(graph, "a")
+    first.overlaps = second.overlaps = True
+    first.starts(1, "a")
+    second.starts(1, "a")
+    first.blocks(1)
+    with pytest.raises(InternalError, match="Model a calls model a"):
+        second.blocks(1)
+    first.responded(1)
+    second.blocks(1)
+
+
 def test_instances_leave_the_graph(graph: CallGraph) -> None:
     """Nothing is kept of unloaded models."""
     callers = [Caller(graph, "a"), Caller(graph, "a")]
