@@ -8,6 +8,7 @@ Nothing here knows HTTP or gRPC: `protocol/status.py` maps the codes to both wir
     │   └─ WorkerDiedError        a worker process ended with a request in hand
     ├─ NotFoundError
     ├─ InvalidArgumentError
+    │   └─ InvalidConfigError     a model's configuration breaks a rule
     ├─ UnavailableError           not ready, queue full, queue timeout
     ├─ UnsupportedError
     ├─ AlreadyExistsError
@@ -72,6 +73,19 @@ class InvalidArgumentError(NpuserveError):
     """The client (or a configuration) asked for something that cannot be."""
 
     code = StatusCode.INVALID_ARGUMENT
+
+
+class InvalidConfigError(InvalidArgumentError):
+    """A model's configuration breaks a rule, found while it is loaded.
+
+    Attributes:
+        field: path of the field it is about, such as `input[1].dims` or
+            `parameters["key"]`. The server adds the file and the line where that is.
+    """
+
+    def __init__(self, text: str, field: str) -> None:
+        super().__init__(text)
+        self.field = field
 
 
 class UnavailableError(NpuserveError):

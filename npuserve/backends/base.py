@@ -319,7 +319,8 @@ class Backend:
         model_transaction_policy; anything else is dropped by the server.
 
         Raises:
-            NpuserveError: the model's file and the configuration contradict each other.
+            NpuserveError: the model's file and the configuration contradict each other; an
+                InvalidConfigError is shown with the line of its field.
         """
 
     def load(self, context: BackendModelContext) -> Sequence[ModelInstance | LoopInstance]:

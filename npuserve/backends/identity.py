@@ -11,7 +11,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from npuserve.backends.base import Backend, BackendModelContext, ExecutionBatch, ModelInstance
-from npuserve.errors import InvalidArgumentError
+from npuserve.errors import InvalidConfigError
 from npuserve.response import InferenceResponse
 from npuserve.tensor import Tensor
 
@@ -68,9 +68,10 @@ class IdentityBackend(Backend):
         """
         config = context.config
         if len(config.input) != len(config.output):
-            raise InvalidArgumentError(
+            raise InvalidConfigError(
                 f"model '{context.name}': the identity backend needs as many outputs as inputs, "
-                f"got {len(config.input)} inputs and {len(config.output)} outputs"
+                f"got {len(config.input)} inputs and {len(config.output)} outputs",
+                "output",
             )
         outputs = {
             output.name: source.name
@@ -85,6 +86,7 @@ def _delay_s(context: BackendModelContext) -> float:
     try:
         return float(text) / 1e3
     except ValueError:
-        raise InvalidArgumentError(
-            f"model '{context.name}': parameter execute_delay_ms must be a number, got '{text}'"
+        raise InvalidConfigError(
+            f"model '{context.name}': parameter execute_delay_ms must be a number, got '{text}'",
+            'parameters["execute_delay_ms"]',
         ) from None

@@ -13,7 +13,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from npuserve._proto import model_config_pb2
-from npuserve.errors import InvalidArgumentError
+from npuserve.errors import InvalidConfigError
 from npuserve.model_config import datatype_enum
 
 if TYPE_CHECKING:
@@ -65,15 +65,16 @@ def complete_config(
     only where no dims are configured either.
 
     Raises:
-        InvalidArgumentError: max_batch_size is given and the model cannot batch.
+        InvalidConfigError: max_batch_size is given and the model cannot batch.
     """
     fixed = signature.unbatchable_tensor()
     if config.max_batch_size > 0 and fixed is not None:
-        raise InvalidArgumentError(
+        raise InvalidConfigError(
             f"autofill failed for model '{config.name}': model does not support batching while "
             f"non-zero max_batch_size is specified: the first dimension of tensor '{fixed.name}' "
             f"(shape {_text(fixed.shape)}) is no free batch dimension; write max_batch_size: 0 "
-            "and the whole shape into dims, or export the model with a dynamic first dimension"
+            "and the whole shape into dims, or export the model with a dynamic first dimension",
+            "max_batch_size",
         )
     has_dims = any(entry.dims for entry in config.input) or any(
         entry.dims for entry in config.output
@@ -95,14 +96,15 @@ def check_config(config: ModelConfig, signature: ModelSignature) -> None:
     (sequence controls, states, batch inputs) count as inputs and are not checked further.
 
     Raises:
-        InvalidArgumentError: naming the tensor, what is configured and what the file has.
+        InvalidConfigError: naming the tensor, what is configured and what the file has.
     """
     expected = len(config.input) + len(scheduler_input_names(config))
     if expected != len(signature.inputs):
         names = ", ".join(tensor.name for tensor in signature.inputs)
-        raise InvalidArgumentError(
+        raise InvalidConfigError(
             f"unable to load model '{config.name}', configuration expects {expected} inputs, "
-            f"model provides {len(signature.inputs)} ({names})"
+            f"model provides {len(signature.inputs)} ({names})",
+            "input",
         )
     _check(config, "input", config.input, signature.inputs)
     _check(config, "output", config.output, signature.outputs)
@@ -146,22 +148,25 @@ def _complete(
 def _check(config: ModelConfig, role: str, configured: Any, tensors: Sequence[ModelTensor]) -> None:
     by_name = {tensor.name: tensor for tensor in tensors}
     flat = _flat_tensors(config)
-    for entry in configured:
+    for index, entry in enumerate(configured):
+        field = f"{role}[{index}]"
         tensor = by_name.get(entry.name)
         if tensor is None:
             allowed = ", ".join(by_name)
-            raise InvalidArgumentError(
-                f"unexpected inference {role} '{entry.name}', allowed {role}s are: {allowed}"
+            raise InvalidConfigError(
+                f"unexpected inference {role} '{entry.name}', allowed {role}s are: {allowed}",
+                f"{field}.name",
             )
         if entry.data_type != datatype_enum(tensor.datatype):
             configured_type = model_config_pb2.DataType.Name(entry.data_type)
             type_name = model_config_pb2.DataType.Name(datatype_enum(tensor.datatype))
-            raise InvalidArgumentError(
+            raise InvalidConfigError(
                 f"unable to load model '{config.name}', configuration expects datatype "
-                f"{configured_type} for {role} '{entry.name}', model provides {type_name}"
+                f"{configured_type} for {role} '{entry.name}', model provides {type_name}",
+                f"{field}.data_type",
             )
         if entry.name not in flat:
-            _check_shape(config, entry, tensor)
+            _check_shape(config, field, entry, tensor)
 
 
 def _flat_tensors(config: ModelConfig) -> set[str]:
@@ -172,17 +177,21 @@ def _flat_tensors(config: ModelConfig) -> set[str]:
     return names
 
 
-def _check_shape(config: ModelConfig, entry: Any, tensor: ModelTensor) -> None:
-    dims = tuple(entry.reshape.shape) if entry.HasField("reshape") else tuple(entry.dims)
+def _check_shape(config: ModelConfig, field: str, entry: Any, tensor: ModelTensor) -> None:
+    if entry.HasField("reshape"):
+        dims, field = tuple(entry.reshape.shape), f"{field}.reshape"
+    else:
+        dims, field = tuple(entry.dims), f"{field}.dims"
     batching = config.max_batch_size > 0
     if not tensor.shape and dims in ((), (1,)) and not batching:
         return
     where = f"model '{config.name}', tensor '{entry.name}'"
     if batching and (not tensor.shape or tensor.shape[0] != -1):
-        raise InvalidArgumentError(
+        raise InvalidConfigError(
             f"{where}: for the model to support batching the shape should have at least 1 "
             "dimension and the first dimension must be -1; but shape expected by the model is "
-            f"{_text(tensor.shape)}; use max_batch_size: 0 with the whole shape in dims"
+            f"{_text(tensor.shape)}; use max_batch_size: 0 with the whole shape in dims",
+            "max_batch_size",
         )
     full = (-1, *dims) if batching else dims
     if len(full) == len(tensor.shape) and all(
@@ -195,9 +204,10 @@ def _check_shape(config: ModelConfig, entry: Any, tensor: ModelTensor) -> None:
         if batching
         else f"(shape {_text(full)})"
     )
-    raise InvalidArgumentError(
+    raise InvalidConfigError(
         f"{where}: the model expects {len(tensor.shape)} dimensions (shape {_text(tensor.shape)}) "
-        f"but the model configuration specifies {len(full)} dimensions {explanation}"
+        f"but the model configuration specifies {len(full)} dimensions {explanation}",
+        field,
     )
 
 

@@ -17,6 +17,7 @@ from npuserve.backends.registry import import_runtime
 from npuserve.errors import (
     InternalError,
     InvalidArgumentError,
+    InvalidConfigError,
     NpuserveError,
     UnavailableError,
     UnsupportedError,
@@ -244,9 +245,10 @@ def _providers(ort: Any, context: BackendModelContext, placement: Placement) -> 
     ):
         provider = _PROVIDER_BY_ACCELERATOR.get(accelerator.name)
         if provider is None:
-            raise InvalidArgumentError(
+            raise InvalidConfigError(
                 f"unknown Execution Accelerator '{accelerator.name}' is requested, known are: "
-                f"{', '.join(_PROVIDER_BY_ACCELERATOR)}"
+                f"{', '.join(_PROVIDER_BY_ACCELERATOR)}",
+                "optimization.execution_accelerators",
             )
         if provider in available:
             chosen.append((provider, dict(accelerator.parameters)))

@@ -30,7 +30,7 @@ from npuserve.backends.worker.thread import (
     ThreadModelInstance,
 )
 from npuserve.buffer_pool import BufferPool
-from npuserve.errors import InternalError, InvalidArgumentError
+from npuserve.errors import InternalError, InvalidConfigError
 from npuserve.model_config import config_from_json
 
 if TYPE_CHECKING:
@@ -154,7 +154,8 @@ class PythonBackend(Backend):
         """
         name = context.config.default_model_filename or "model.py"
         if not name.endswith(".py"):
-            raise InvalidArgumentError(f"Model name must end with '.py'. Model name is \"{name}\".")
+            text = f"Model name must end with '.py'. Model name is \"{name}\"."
+            raise InvalidConfigError(text, "default_model_filename")
         file = context.version_dir / name
         if file.is_file():
             return file

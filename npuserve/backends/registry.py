@@ -15,7 +15,7 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from npuserve.errors import InvalidArgumentError, UnavailableError
+from npuserve.errors import InvalidConfigError, UnavailableError
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -64,7 +64,7 @@ class BackendRegistry:
         May import a module: not to be called on the event loop.
 
         Raises:
-            InvalidArgumentError: there is no such backend; the text names those there are.
+            InvalidConfigError: there is no such backend; the text names those there are.
             UnavailableError: its module cannot be imported; the text says why.
         """
         name = BACKEND_BY_PLATFORM.get(name, name)
@@ -98,7 +98,7 @@ class BackendRegistry:
         """A backend that is a model.py; its models need none of their own."""
         file = self._directory / name / "model.py" if self._directory else None
         if file is None or Path(name).name != name or not file.is_file():
-            raise InvalidArgumentError(_unknown(name))
+            raise InvalidConfigError(_unknown(name), "backend")
         from npuserve.backends.python import PythonBackend
 
         return PythonBackend(file)

@@ -7,6 +7,7 @@ from npuserve.model_repository.defaults import normalize
 from npuserve.model_repository.layout import Fingerprint, ModelDirectory, Scan, fetch, release
 from npuserve.model_repository.pbtxt import parse_config
 from npuserve.model_repository.repository import (
+    LoadedConfig,
     fingerprint,
     load_config,
     scan,
@@ -16,6 +17,7 @@ from npuserve.model_repository.repository import (
 
 __all__ = [
     "Fingerprint",
+    "LoadedConfig",
     "ModelDirectory",
     "Scan",
     "fetch",

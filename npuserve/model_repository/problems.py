@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 # Comments, strings, words and numbers, then what structures them.
 _TOKEN = re.compile(r"""#[^\n]*|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*'|[\w.+-]+|[][{}<>:,;/]""")
 
+_DOT = re.compile(r"\.(?![^\[]*\])")  # not within brackets
+
 _OPENING, _CLOSING, _SEPARATORS, _QUOTES = ("{", "<"), ("}", ">"), (",", ";"), ("'", '"')
 
 
@@ -19,7 +21,7 @@ class Problem(NamedTuple):
     """A broken rule.
 
     Attributes:
-        field: path of the field it is about, as `input[1].dims`.
+        field: path of the field it is about, as `input[1].dims` or `parameters["key"]`.
         text: in Triton's words.
     """
 
@@ -46,12 +48,16 @@ class FieldLines:
         self._read_block("")
 
     def find(self, field: str) -> int:
-        """Line of the field, or of the innermost block around it that is there; 0 for none."""
-        path = ".".join(name if name.endswith("]") else f"{name}[0]" for name in field.split("."))
-        while path:
-            if path in self._lines:
-                return self._lines[path]
-            path, _, _ = path.rpartition(".")
+        """Line of the field, or of the innermost block around it that is there; 0 for none.
+
+        Entries of a map are found by number or, as `parameters["key"]`, by a text.
+        """
+        names = [name if name.endswith("]") else f"{name}[0]" for name in _DOT.split(field)]
+        while names:
+            line = self._lines.get(".".join(names))
+            if line is not None:
+                return line
+            names.pop()
         return 0
 
     def _next(self) -> None:
@@ -83,6 +89,10 @@ class FieldLines:
             self._next()
         else:
             is_text = self._token.startswith(_QUOTES)
+            if is_text and path.endswith("].key[0]"):
+                entry = path.removesuffix(".key[0]")
+                key = f'{entry[: entry.rindex("[")]}["{self._token[1:-1]}"]'
+                self._lines.setdefault(key, self._lines[entry])
             self._next()
             while is_text and self._token.startswith(_QUOTES):  # split string literals
                 self._next()

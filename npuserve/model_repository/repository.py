@@ -6,7 +6,7 @@ The one door to this package. Everything blocks on files: call it in a helper th
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from npuserve.errors import InvalidArgumentError
 from npuserve.model_config import ModelConfig, config_from_json
@@ -23,6 +23,17 @@ if TYPE_CHECKING:
     from npuserve.options import ServerOptions
 
 
+class LoadedConfig(NamedTuple):
+    """A configuration and where it is written.
+
+    Attributes:
+        where: what to add to a problem to say where in a file its field is; "" without a file.
+    """
+
+    config: ModelConfig
+    where: Callable[[str], str]
+
+
 def scan(repositories: Sequence[str], options: ServerOptions) -> Scan:
     """List the models of all repositories.
 
@@ -35,7 +46,7 @@ def scan(repositories: Sequence[str], options: ServerOptions) -> Scan:
 
 def load_config(
     directory: ModelDirectory, options: ServerOptions, override_json: str | None = None
-) -> ModelConfig:
+) -> LoadedConfig:
     """Read the configuration of a model, fill in what the server can know, and check it.
 
     Args:
@@ -47,11 +58,10 @@ def load_config(
         InvalidArgumentError: unreadable, for another model, or invalid already.
     """
     layout.fetch(directory)
-    where: Callable[[str], str] = _nowhere
     if override_json is None:
         config, where = _read_config(directory, options)
     else:
-        config = _parse_override(override_json)
+        config, where = _parse_override(override_json), _nowhere
     if config.name and config.name != directory.name:
         raise InvalidArgumentError(
             f"unexpected directory name '{directory.name}' for model '{config.name}', directory "
@@ -62,22 +72,23 @@ def load_config(
     defaults.complete(config, _first_version_files(directory))
     completed = options.disable_auto_complete_config or _is_complete(config)
     config_check.validate(config, directory.path, completed=completed, where=where)
-    return config
+    return LoadedConfig(config, where)
 
 
-def validate_config(config: ModelConfig, directory: ModelDirectory, completed: bool) -> None:
+def validate_config(
+    config: ModelConfig, directory: ModelDirectory, where: Callable[[str], str]
+) -> None:
     """Refuse an invalid configuration, all problems at once.
 
     Args:
-        config: from `load_config`.
+        config: completed by the backend.
         directory: its model.
-        completed: whether inputs and outputs are final; before the backend completed them
-            they may be missing.
+        where: from `load_config`.
 
     Raises:
         InvalidArgumentError: the configuration breaks at least one rule.
     """
-    config_check.validate(config, directory.path, completed=completed)
+    config_check.validate(config, directory.path, completed=True, where=where)
 
 
 def select_versions(config: ModelConfig, directory: ModelDirectory) -> list[int]:
@@ -106,10 +117,7 @@ def _nowhere(_field: str) -> str:
     return ""
 
 
-def _read_config(
-    directory: ModelDirectory, options: ServerOptions
-) -> tuple[ModelConfig, Callable[[str], str]]:
-    """The configuration, and what says where in the file a field is."""
+def _read_config(directory: ModelDirectory, options: ServerOptions) -> LoadedConfig:
     path = _config_path(directory, options.model_config_name)
     if not path.exists():
         if options.disable_auto_complete_config:
@@ -117,7 +125,7 @@ def _read_config(
                 f"configuration file {path} is missing, and --disable-auto-complete-config "
                 "requires one"
             )
-        return ModelConfig(), _nowhere
+        return LoadedConfig(ModelConfig(), _nowhere)
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -127,7 +135,7 @@ def _read_config(
         line = FieldLines(text).find(field)
         return f" ({path}:{line}: {field})" if line else f" ({path}: {field})"
 
-    return parse_config(text, os.fspath(path)), where
+    return LoadedConfig(parse_config(text, os.fspath(path)), where)
 
 
 def _config_path(directory: ModelDirectory, config_name: str) -> Path:

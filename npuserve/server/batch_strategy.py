@@ -22,7 +22,7 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from npuserve.errors import InvalidArgumentError
+from npuserve.errors import InvalidArgumentError, InvalidConfigError
 from npuserve.model_config import config_to_dict
 
 if TYPE_CHECKING:
@@ -83,21 +83,23 @@ def find_strategy(config: ModelConfig, model_dir: Path, version: int) -> Path | 
     """The file with the model's hooks, None without one.
 
     Raises:
-        InvalidArgumentError: the parameter names a file that is not there, lies outside of the
+        InvalidConfigError: the parameter names a file that is not there, lies outside of the
             model repository, or is no Python file.
     """
     if _PARAMETER not in config.parameters:
         candidates = (model_dir / str(version) / _FILE_NAME, model_dir / _FILE_NAME)
         return next((path for path in candidates if path.is_file()), None)
     path = Path(model_dir, config.parameters[_PARAMETER].string_value)
+    field = f'parameters["{_PARAMETER}"]'
     if not path.resolve().is_relative_to(model_dir.parent.resolve()):
-        raise InvalidArgumentError("Batching library path escapes model repository.")
+        raise InvalidConfigError("Batching library path escapes model repository.", field)
     if not path.is_file():
-        raise InvalidArgumentError(f"Batching library path not found: {path}")
+        raise InvalidConfigError(f"Batching library path not found: {path}", field)
     if path.suffix != ".py":
-        raise InvalidArgumentError(
+        raise InvalidConfigError(
             f"{path.name} is a compiled batching library; write its hooks in Python, in a file "
-            f"{_FILE_NAME}"
+            f"{_FILE_NAME}",
+            field,
         )
     return path
 

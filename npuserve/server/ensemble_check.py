@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from npuserve.errors import InvalidArgumentError
+from npuserve.errors import InvalidConfigError
 from npuserve.model_config import datatype_name
 from npuserve.server.ensemble_graph import EnsembleGraph, fits, member_configs
 
@@ -28,7 +28,7 @@ def check_ensemble(config: ModelConfig, lookup_config: ConfigLookup) -> bool:
         Whether a member is decoupled, which makes the ensemble decoupled too.
 
     Raises:
-        InvalidArgumentError: with Triton's text, followed by the number of the step from 0.
+        InvalidConfigError: with Triton's text, followed by the number of the step from 0.
 
     Source: Triton core src/ensemble_scheduler/ensemble_utils.cc, ValidateEnsembleConfig.
     """
@@ -43,10 +43,11 @@ def check_ensemble(config: ModelConfig, lookup_config: ConfigLookup) -> bool:
 def _check_batch_size(config: ModelConfig, index: int, member: ModelConfig) -> None:
     # A member without a batch dimension is fine as long as the shapes agree.
     if 0 < member.max_batch_size < config.max_batch_size:
-        raise InvalidArgumentError(
+        raise InvalidConfigError(
             f"ensemble {config.name} allows maximum batch size {config.max_batch_size}, but it "
             f"contains model {member.name} which only allows maximum batch size to be "
-            f"{member.max_batch_size} (step {index})"
+            f"{member.max_batch_size} (step {index})",
+            "max_batch_size",
         )
 
 
@@ -60,7 +61,7 @@ def _check_mapping(config: ModelConfig, index: int, member: ModelConfig) -> None
             raise _step_error(
                 config, index,
                 f"ensemble tensor {tensor} is mapping to non-existing input {name} in model "
-                f"{step.model_name}",
+                f"{step.model_name}", f'input_map["{name}"]',
             )  # fmt: skip
     for name, entry in inputs.items():
         if name not in step.input_map and not entry.optional:
@@ -74,13 +75,13 @@ def _check_mapping(config: ModelConfig, index: int, member: ModelConfig) -> None
             raise _step_error(
                 config, index,
                 f"ensemble tensor {tensor} is mapped from non-existing output {name} in model "
-                f"{step.model_name}",
+                f"{step.model_name}", f'output_map["{name}"]',
             )  # fmt: skip
         if tensor in written:
             raise _step_error(
                 config, index,
                 f"multiple outputs in model {step.model_name} are mapped to the same ensemble "
-                f"tensor {tensor}",
+                f"tensor {tensor}", f'output_map["{name}"]',
             )  # fmt: skip
         written.add(tensor)
 
@@ -147,8 +148,11 @@ def _check_use(config: ModelConfig, index: int, tensor: str, known: _Use, use: _
         )  # fmt: skip
 
 
-def _step_error(config: ModelConfig, index: int, text: str) -> InvalidArgumentError:
-    return InvalidArgumentError(f"in ensemble {config.name}, {text} (step {index})")
+def _step_error(config: ModelConfig, index: int, text: str, entry: str = "") -> InvalidConfigError:
+    """An error in one step; `entry` is one of its maps with a key."""
+    step = f"ensemble_scheduling.step[{index}]"
+    field = f"{step}.{entry}" if entry else step
+    return InvalidConfigError(f"in ensemble {config.name}, {text} (step {index})", field)
 
 
 def _text(dims: Sequence[int]) -> str:

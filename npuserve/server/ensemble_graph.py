@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from npuserve.errors import InvalidArgumentError, NotFoundError
+from npuserve.errors import InvalidArgumentError, InvalidConfigError, NotFoundError
 from npuserve.model_config import ModelConfig, is_decoupled
 from npuserve.tensor import Tensor
 
@@ -202,9 +202,10 @@ class EnsembleGraph:
                         runnable.append(reader)
         for index, tensors in missing.items():
             if tensors:
-                raise InvalidArgumentError(
+                raise InvalidConfigError(
                     f"in ensemble {self._name}, ensemble tensor {min(tensors)} is not connected, "
-                    f"so that model {entries[index].model_name} can never run (step {index})"
+                    f"so that model {entries[index].model_name} can never run (step {index})",
+                    f"ensemble_scheduling.step[{index}].input_map",
                 )
         return steps
 
@@ -244,17 +245,18 @@ class EnsembleGraph:
     def _common_scope(self, index: int, model: str, tensors: Iterable[str]) -> int:
         scopes = {self._scopes[tensor] for tensor in tensors} - {ROOT}
         if len(scopes) > 1:
-            raise InvalidArgumentError(
+            raise InvalidConfigError(
                 f"in ensemble {self._name}, step of model '{model}' receives inputs originated "
-                f"from different decoupled models (step {index})"
+                f"from different decoupled models (step {index})",
+                f"ensemble_scheduling.step[{index}].input_map",
             )
         return scopes.pop() if scopes else ROOT
 
     def _build_output(self, entry: ModelOutput, batching: bool) -> EnsembleOutput:
         name = entry.name
         if name not in self._scopes:
-            raise InvalidArgumentError(
-                f"output '{name}' for ensemble '{self._name}' is not written"
+            raise InvalidConfigError(
+                f"output '{name}' for ensemble '{self._name}' is not written", "output"
             )
         return EnsembleOutput(
             name,

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from npuserve.errors import InternalError, InvalidArgumentError
+from npuserve.errors import InternalError, InvalidArgumentError, InvalidConfigError
 from npuserve.model_config import ModelConfig, datatype_name
 from npuserve.tensor import ITEM_SIZE, Tensor, deserialize_bytes, element_count
 
@@ -60,16 +60,22 @@ class ImplicitState:
         lead = (1,) if config.max_batch_size > 0 else ()
         specs: dict[str, StateSpec] = {}
         names: set[str] = set()
-        for state in config.sequence_batching.state:
+        for index, state in enumerate(config.sequence_batching.state):
+            field = f"sequence_batching.state[{index}]"
             if state.input_name in names:
-                raise InvalidArgumentError(
-                    f"State input name '{state.input_name}' specified more than once."
+                raise InvalidConfigError(
+                    f"State input name '{state.input_name}' specified more than once.",
+                    f"{field}.input_name",
                 )
             names.add(state.input_name)
+            try:
+                initial = _initial_tensor(state, lead, model_dir)
+            except InvalidArgumentError as error:
+                raise InvalidConfigError(str(error), f"{field}.initial_state") from error
             specs[state.output_name] = StateSpec(
                 state.input_name,
                 state.output_name,
-                _initial_tensor(state, lead, model_dir),
+                initial,
                 (*lead, *state.dims),
                 state.output_name in outputs,
             )

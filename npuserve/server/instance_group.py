@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from npuserve._proto.model_config_pb2 import ModelInstanceGroup
 from npuserve.backends.base import Placement
-from npuserve.errors import InvalidArgumentError
+from npuserve.errors import InvalidConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -40,7 +40,7 @@ def fill_instance_groups(config: ModelConfig, cards: Sequence[int]) -> None:
         cards: numbers of the usable NPU cards.
 
     Raises:
-        InvalidArgumentError: a group that cannot be placed on this machine.
+        InvalidConfigError: a group that cannot be placed on this machine.
     """
     if not config.instance_group:
         config.instance_group.add(name=config.name)
@@ -55,7 +55,7 @@ def fill_instance_groups(config: ModelConfig, cards: Sequence[int]) -> None:
         if group.count < 1:
             on_cpu = group.kind == ModelInstanceGroup.KIND_CPU
             group.count = 2 if on_cpu and config.backend in _TWO_ON_CPU else 1
-        _check(config, group, cards)
+        _check(config, index, cards)
 
 
 def placements(config: ModelConfig) -> list[Placement]:
@@ -95,25 +95,30 @@ def _default_host_policy(group: Any, device_id: int) -> str:
     return "cpu" if group.kind == ModelInstanceGroup.KIND_CPU else "model"
 
 
-def _check(config: ModelConfig, group: Any, cards: Sequence[int]) -> None:
+def _check(config: ModelConfig, index: int, cards: Sequence[int]) -> None:
+    group, field = config.instance_group[index], f"instance_group[{index}]"
     where = f"instance group {group.name} of model {config.name}"
     if group.kind == ModelInstanceGroup.KIND_GPU:
         if not cards:
-            raise InvalidArgumentError(f"{where} has kind KIND_GPU but no GPUs are available")
+            text = f"{where} has kind KIND_GPU but no GPUs are available"
+            raise InvalidConfigError(text, f"{field}.kind")
         for card in group.gpus:
             if card not in cards:
                 known = ", ".join(str(number) for number in cards)
-                raise InvalidArgumentError(
+                raise InvalidConfigError(
                     f"{where} specifies invalid or unsupported gpu id {card}. "
-                    f"NPU cards that can be used are: {known}"
+                    f"NPU cards that can be used are: {known}",
+                    f"{field}.gpus",
                 )
     elif group.gpus:
         kind = _KIND_TEXT[group.kind]
-        raise InvalidArgumentError(f"{where} has kind KIND_{kind} but specifies one or more GPUs")
+        text = f"{where} has kind KIND_{kind} but specifies one or more GPUs"
+        raise InvalidConfigError(text, f"{field}.gpus")
     if group.profile:
-        raise InvalidArgumentError(
+        raise InvalidConfigError(
             f"{where} and platform {config.platform}specifies profile field which is only "
-            "supported for TensorRT models"
+            "supported for TensorRT models",
+            f"{field}.profile",
         )
     if group.secondary_devices:
         logger.warning("%s: secondary_devices are ignored, there is no such hardware here", where)

@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from npuserve.backends.registry import BackendRegistry
-    from npuserve.model_config import ModelConfig
-    from npuserve.model_repository import Fingerprint, ModelDirectory, Scan
+    from npuserve.model_repository import Fingerprint, LoadedConfig, ModelDirectory, Scan
     from npuserve.server.core import InferenceServer
     from npuserve.server.model import Model
 
@@ -209,13 +208,13 @@ class Lifecycle:
         await self._refresh_dependents(name)
 
     async def load_one(
-        self, entry: ModelEntry, directory: ModelDirectory, config: ModelConfig, forced: bool
+        self, entry: ModelEntry, directory: ModelDirectory, loaded: LoadedConfig, forced: bool
     ) -> None:
         """Make the versions of one model and swap them in. The entry's lock is held."""
         fingerprint = await asyncio.to_thread(self.factory.fingerprint, directory)
         if entry.loaded and not forced and not entry.override and fingerprint == entry.fingerprint:
             return
-        versions = self.factory.select_versions(config, directory)
+        versions = self.factory.select_versions(loaded.config, directory)
         if not versions:
             entry.failure = (
                 "at least one version must be available under the version policy of model "
@@ -231,7 +230,7 @@ class Lifecycle:
                 entry.versions[version].reason = ""
         async with self._slots:
             made = await asyncio.gather(
-                *(self._make(entry, directory, config, version) for version in versions)
+                *(self._make(entry, directory, loaded, version) for version in versions)
             )
         errors = {v: m for v, m in zip(versions, made, strict=True) if isinstance(m, NpuserveError)}
         models = [m for m in made if not isinstance(m, NpuserveError)]
@@ -242,22 +241,22 @@ class Lifecycle:
             self._swap(entry, models)
 
     async def _make(
-        self, entry: ModelEntry, directory: ModelDirectory, config: ModelConfig, version: int
+        self, entry: ModelEntry, directory: ModelDirectory, loaded: LoadedConfig, version: int
     ) -> Model | NpuserveError:
         for _retry in range(self._options.model_load_retry_count):
-            outcome = await self._try_to_make(entry, directory, config, version)
+            outcome = await self._try_to_make(entry, directory, loaded, version)
             if not isinstance(outcome, NpuserveError):
                 return outcome
             logger.warning("retrying to load '%s' version %d", entry.name, version)
-        return await self._try_to_make(entry, directory, config, version)
+        return await self._try_to_make(entry, directory, loaded, version)
 
     async def _try_to_make(
-        self, entry: ModelEntry, directory: ModelDirectory, config: ModelConfig, version: int
+        self, entry: ModelEntry, directory: ModelDirectory, loaded: LoadedConfig, version: int
     ) -> Model | NpuserveError:
         failure: NpuserveError
         logger.info("loading: %s:%d", entry.name, version)
         try:
-            return await self.factory.make(directory, config, version, entry.namespace)
+            return await self.factory.make(directory, loaded, version, entry.namespace)
         except NpuserveError as error:
             failure = error
         except Exception as error:
@@ -447,9 +446,9 @@ class Lifecycle:
 
     async def _configs(
         self, scan: Scan, names: Iterable[str], overrides: Mapping[str, str] | None = None
-    ) -> dict[str, ModelConfig]:
+    ) -> dict[str, LoadedConfig]:
         """Configurations of the models and of all members below them; failures are recorded."""
-        configs: dict[str, ModelConfig] = {}
+        configs: dict[str, LoadedConfig] = {}
         waiting = list(names)
         seen = set(waiting)
         while waiting:
@@ -458,15 +457,15 @@ class Lifecycle:
             if directory is None:
                 continue
             try:
-                config = await asyncio.to_thread(
+                loaded = await asyncio.to_thread(
                     self.factory.load_config, directory, (overrides or {}).get(name)
                 )
             except NpuserveError as error:
                 self.entry(name).failure = error.reason
                 logger.error("failed to poll model '%s': %s", name, error)
                 continue
-            configs[name] = config
-            for member, _version in self.factory.members(config):
+            configs[name] = loaded
+            for member, _version in self.factory.members(loaded.config):
                 if member not in seen:
                     seen.add(member)
                     waiting.append(member)

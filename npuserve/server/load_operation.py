@@ -15,7 +15,7 @@ from npuserve.server.model_entry import ModelEntry, ModelState, VersionStatus
 
 if TYPE_CHECKING:
     from npuserve.model_config import ModelConfig
-    from npuserve.model_repository import Scan
+    from npuserve.model_repository import LoadedConfig, Scan
     from npuserve.server.lifecycle import Lifecycle
 
 logger = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ class LoadOperation:
         self,
         lifecycle: Lifecycle,
         scan: Scan,
-        configs: dict[str, ModelConfig],
+        configs: dict[str, LoadedConfig],
         forced: bool = False,
     ) -> None:
         self._lifecycle = lifecycle
@@ -63,8 +63,8 @@ class LoadOperation:
     async def _load(self, name: str, locked: bool) -> None:
         entry = self._lifecycle.entry(name)
         directory = self._scan.models.get(name)
-        config = self._configs.get(name)
-        if directory is None or config is None:
+        loaded = self._configs.get(name)
+        if directory is None or loaded is None:
             if directory is None and name not in self._scan.problems:
                 entry.failure = (
                     self._lifecycle.ambiguity(name) or "model not found in any model repository."
@@ -78,18 +78,19 @@ class LoadOperation:
             )
         if self._lifecycle.namespacing:
             entry.namespace = directory.repository
-        members = {member for member, _version in self._factory.members(config)}
+        members = {member for member, _version in self._factory.members(loaded.config)}
         if members:
-            await self._load_members(entry, config, members)
+            await self._load_members(entry, loaded, members)
         if locked:
-            await self._lifecycle.load_one(entry, directory, config, self._forced)
+            await self._lifecycle.load_one(entry, directory, loaded, self._forced)
         else:
             async with entry.lock:
-                await self._lifecycle.load_one(entry, directory, config, forced=False)
+                await self._lifecycle.load_one(entry, directory, loaded, forced=False)
 
     async def _load_members(
-        self, entry: ModelEntry, config: ModelConfig, members: set[str]
+        self, entry: ModelEntry, loaded: LoadedConfig, members: set[str]
     ) -> None:
+        config, where = loaded
         cycle = self._cycle(entry.name)
         if cycle:
             text = f"circular dependency between ensembles: {' -> '.join(cycle)}"
@@ -104,7 +105,7 @@ class LoadOperation:
             elif isinstance(result, BaseException):
                 raise result
         try:
-            self._factory.check_ensemble(config)
+            self._factory.check_ensemble(config, where)
         except NpuserveError as error:
             self._fail(entry, config, error)
 
@@ -131,8 +132,8 @@ class LoadOperation:
         visited: set[str] = set()
         while stack:
             path = stack.pop()
-            config = self._configs.get(path[-1])
-            for member, _version in self._factory.members(config) if config else ():
+            loaded = self._configs.get(path[-1])
+            for member, _version in self._factory.members(loaded.config) if loaded else ():
                 if member == name:
                     return [*path, name]
                 if member not in visited:

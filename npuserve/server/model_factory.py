@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from npuserve import model_repository
 from npuserve.backends.base import Backend, BackendModelContext, Placement
 from npuserve.backends.registry import BackendRegistry
+from npuserve.errors import InvalidArgumentError, InvalidConfigError
 from npuserve.model_config import ModelConfig
+from npuserve.model_repository import LoadedConfig
 from npuserve.server import instance_group
 from npuserve.server.devices import visible_cards
 from npuserve.server.ensemble_check import check_ensemble
@@ -26,6 +29,7 @@ from npuserve.server.model import Model
 from npuserve.server.warmup import run_warmup
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from npuserve.model_repository import Fingerprint, ModelDirectory, Scan
@@ -33,6 +37,15 @@ if TYPE_CHECKING:
     from npuserve.server.instance_pool import InstancePool
 
 logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def _located(where: Callable[[str], str]) -> Iterator[None]:
+    """Say of a broken rule where in its file the field is."""
+    try:
+        yield
+    except InvalidConfigError as error:
+        raise InvalidArgumentError(f"{error}{where(error.field)}") from error
 
 
 class ModelFactory:
@@ -52,7 +65,7 @@ class ModelFactory:
         repositories = (*self._options.model_repository, *self.more_repositories)
         return model_repository.scan(repositories, self._options)
 
-    def load_config(self, directory: ModelDirectory, override_json: str | None) -> ModelConfig:
+    def load_config(self, directory: ModelDirectory, override_json: str | None) -> LoadedConfig:
         """Parsed and normalised configuration; raises with file, line and field."""
         return model_repository.load_config(directory, self._options, override_json)
 
@@ -82,8 +95,13 @@ class ModelFactory:
         """Member models of an ensemble with their versions (-1 newest); [] for other models."""
         return member_models(config)
 
-    def check_ensemble(self, config: ModelConfig) -> bool:
+    def check_ensemble(
+        self, config: ModelConfig, where: Callable[[str], str] = lambda _field: ""
+    ) -> bool:
         """Whether the ensemble is decoupled, because a member is.
+
+        Args:
+            where: see `LoadedConfig`.
 
         Raises:
             InvalidArgumentError: the loaded members do not fit together.
@@ -92,32 +110,38 @@ class ModelFactory:
         def config_of(name: str, version: int) -> ModelConfig:
             return self._server.model(name, version).config
 
-        return check_ensemble(config, config_of)
+        with _located(where):
+            return check_ensemble(config, config_of)
 
     # ---------------------------------------------------------------- models
 
     async def make(
-        self, directory: ModelDirectory, config: ModelConfig, version: int, namespace: str
+        self, directory: ModelDirectory, loaded: LoadedConfig, version: int, namespace: str
     ) -> Model:
         """A started model version, ready to be published.
 
         Raises:
             NpuserveError: why not; nothing is left behind.
         """
-        complete = ModelConfig()
-        complete.CopyFrom(config)
-        if self.members(complete):
-            decoupled = self.check_ensemble(complete)
-            complete.model_transaction_policy.decoupled = decoupled
-        with self._server.core_sharing:  # what is made for the model may use all cores
-            context, backend = await asyncio.to_thread(self._prepare, directory, complete, version)
+        config = ModelConfig()
+        config.CopyFrom(loaded.config)
+        where = loaded.where
+        if self.members(config):
+            decoupled = self.check_ensemble(config, where)
+            config.model_transaction_policy.decoupled = decoupled
+        # What is made for the model may use all cores.
+        with _located(where), self._server.core_sharing:
+            context, backend = await asyncio.to_thread(
+                self._prepare, directory, LoadedConfig(config, where), version
+            )
             model = Model(context, backend, self._server.loop, namespace)
             await model.start(self._server, configure_pool=self._configure_pool, warm_up=run_warmup)
         return model
 
     def _prepare(
-        self, directory: ModelDirectory, config: ModelConfig, version: int
+        self, directory: ModelDirectory, loaded: LoadedConfig, version: int
     ) -> tuple[BackendModelContext, Backend | None]:
+        config, where = loaded
         options = self._options
         model_repository.fetch(directory)  # an unload may have removed the copy meanwhile
         is_ensemble = config.platform == "ensemble"
@@ -149,7 +173,7 @@ class ModelFactory:
                 )
                 for placement in instance_group.placements(config)
             ]
-        model_repository.validate_config(config, directory, completed=True)
+        model_repository.validate_config(config, directory, where)
         check_load_limit(config.name, context.placements, options.model_load_gpu_limit)
         return context, backend
 

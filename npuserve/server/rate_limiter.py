@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from npuserve.errors import InvalidArgumentError
+from npuserve.errors import InvalidConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -75,13 +75,13 @@ class RateLimiter:
         """Take a model's instances in; called before its first batch.
 
         Raises:
-            InvalidArgumentError: an instance could never get what it needs.
+            InvalidConfigError: an instance could never get what it needs.
         """
         state = _PoolState()
         for instance in pool.instances:
             placement = instance.placement
             state.shares[instance.index] = _share(placement.rate_limiter, placement.device_id)
-        self._check(config.name, state)
+        self._check(config.name, pool, state)
         self._pools[pool] = state
         self._resize()
         pool.rate_limiter = self
@@ -188,24 +188,27 @@ class RateLimiter:
         limit = self._limits.get((name, None if device == GLOBAL else device))
         return self._limits.get((name, None)) if limit is None else limit
 
-    def _check(self, model: str, state: _PoolState) -> None:
+    def _check(self, model: str, pool: InstancePool, state: _PoolState) -> None:
         keys = {key for known in self._pools.values() for s in known.shares.values()
                 for key in s.needs}  # fmt: skip
-        for share in state.shares.values():
+        for index, share in state.shares.items():
             keys |= share.needs.keys()
             for key, count in share.needs.items():
                 limit = self._limit(key)
                 if limit is not None and count > limit:
-                    raise InvalidArgumentError(
+                    group = pool.instances[index].placement.group
+                    raise InvalidConfigError(
                         f'Resource count for "{key[0]}" is limited to {limit} which will prevent '
                         "scheduling of one or more model instances, the minimum required count "
-                        f"is {count}"
+                        f"is {count}",
+                        f"instance_group[{group}].rate_limiter",
                     )
         for name, device in sorted(keys):
             if device != GLOBAL and (name, GLOBAL) in keys:
-                raise InvalidArgumentError(
+                raise InvalidConfigError(
                     f'Resource "{name}" is present as both global and device-specific resource '
-                    f"in the model configuration. (model {model})"
+                    f"in the model configuration. (model {model})",
+                    "instance_group",
                 )
 
 

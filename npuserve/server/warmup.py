@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from npuserve.errors import InternalError, InvalidArgumentError, NpuserveError
+from npuserve.errors import InternalError, InvalidArgumentError, InvalidConfigError, NpuserveError
 from npuserve.model_config import datatype_name
 from npuserve.request import InferenceRequest
 from npuserve.tensor import (
@@ -38,15 +38,18 @@ async def run_warmup(model: Model) -> None:
     """Run all samples, one after the other, each on all instances side by side.
 
     Raises:
-        InvalidArgumentError: a sample's data cannot be made.
+        InvalidConfigError: a sample's data cannot be made.
         InternalError: the model failed on a sample.
     """
-    for sample in model.config.model_warmup:
+    for index, sample in enumerate(model.config.model_warmup):
         if not sample.batch_size:
             continue
-        inputs = await asyncio.to_thread(
-            sample_inputs, sample, model.context.model_dir, model.max_batch_size > 0
-        )
+        try:
+            inputs = await asyncio.to_thread(
+                sample_inputs, sample, model.context.model_dir, model.max_batch_size > 0
+            )
+        except InvalidArgumentError as error:
+            raise InvalidConfigError(str(error), f"model_warmup[{index}]") from error
         for _ in range(sample.count or 1):
             runs = [
                 _WarmupBatch(model, sample.batch_size, inputs).run(instance)

@@ -114,7 +114,7 @@ def test_models_are_listed_and_copied(store: Store, tmp_path: Path) -> None:
     directory = found.models["m"]
     assert directory.versions == (1, 3)
     assert not directory.path.exists()  # nothing is copied before it is needed
-    config = load_config(directory, OPTIONS)
+    config = load_config(directory, OPTIONS).config
     assert (config.name, config.max_batch_size) == ("m", 2)
     assert select_versions(config, directory) == [3]
     assert (directory.version_path(3) / "deep" / "weights.bin").read_bytes() == b"123"

@@ -32,6 +32,7 @@ dynamic_batching <
 parameters { key: "x" value { string_value: "#" } }
 cc_model_filenames [ ]
 backend: "python"
+parameters { key: 'a.b' value { string_value: "" } }
 """
 
 
@@ -48,6 +49,9 @@ backend: "python"
         ("dynamic_batching.preferred_batch_size", 14),
         ("dynamic_batching.priority_queue_policy[1].value.max_queue_size", 17),
         ("dynamic_batching.default_queue_policy.timeout_action", 13),  # the block around it
+        ('parameters["x"].value', 19),
+        ('parameters["a.b"]', 22),
+        ('parameters["y"]', 0),
         ("backend", 21),
         ("output[0]", 0),
     ],

@@ -65,19 +65,19 @@ def test_backend_platform_and_file_complete_each_other(
 ) -> None:
     """Any of the three, or the file that is there, tells the others."""
     directory = model(tmp_path / "m", config, f"1/{file}")
-    assert triple(load_config(directory, OPTIONS)) == expected
+    assert triple(load_config(directory, OPTIONS).config) == expected
 
 
 def test_a_model_without_configuration_is_completed_from_its_file(tmp_path: Path) -> None:
     """config.pbtxt may be missing; the name comes from the folder."""
-    config = load_config(model(tmp_path / "m", None, "1/model.py"), OPTIONS)
+    config = load_config(model(tmp_path / "m", None, "1/model.py"), OPTIONS).config
     assert (config.name, config.backend) == ("m", "python")
     assert config.version_policy.latest.num_versions == 1
 
 
 def test_the_name_of_a_model_may_tell_its_backend(tmp_path: Path) -> None:
     """`x.identity` without anything else is for the backend `identity`."""
-    config = load_config(model(tmp_path / "x.identity", "", "1/data"), OPTIONS)
+    config = load_config(model(tmp_path / "x.identity", "", "1/data"), OPTIONS).config
     assert triple(config) == ("identity", "", "model.identity")
 
 
@@ -99,7 +99,7 @@ def test_defaults_of_the_server_are_filled_in(tmp_path: Path) -> None:
         "backend: 'python' max_batch_size: 8 dynamic_batching {} "
         "optimization { input_pinned_memory { enable: false } }"
     )
-    shown = config_to_dict(load_config(model(tmp_path / "m", text, "1/model.py"), OPTIONS))
+    shown = config_to_dict(load_config(model(tmp_path / "m", text, "1/model.py"), OPTIONS).config)
     assert shown["dynamic_batching"]["preferred_batch_size"] == [8]
     assert shown["optimization"]["input_pinned_memory"] == {"enable": False}
     assert shown["optimization"]["output_pinned_memory"] == {"enable": True}
@@ -109,7 +109,9 @@ def test_defaults_of_the_server_are_filled_in(tmp_path: Path) -> None:
 def test_defaults_of_sequences(tmp_path: Path) -> None:
     """A second of idleness, and the whole batch preferred with the oldest strategy."""
     text = "backend: 'python' max_batch_size: 8 sequence_batching { oldest {} }"
-    batching = load_config(model(tmp_path / "m", text, "1/model.py"), OPTIONS).sequence_batching
+    batching = load_config(
+        model(tmp_path / "m", text, "1/model.py"), OPTIONS
+    ).config.sequence_batching
     assert batching.max_sequence_idle_microseconds == 1_000_000
     assert list(batching.oldest.preferred_batch_size) == [8]
 
@@ -123,7 +125,7 @@ def test_an_ensemble_has_a_transaction_policy_and_no_optimization(tmp_path: Path
     ensemble_scheduling { step { model_name: "s" model_version: -1
       input_map { key: "I" value: "A" } output_map { key: "O" value: "B" } } }
     """
-    shown = config_to_dict(load_config(model(tmp_path / "e", text, "1/.keep"), OPTIONS))
+    shown = config_to_dict(load_config(model(tmp_path / "e", text, "1/.keep"), OPTIONS).config)
     assert shown["model_transaction_policy"] == {"decoupled": False}
     assert "optimization" not in shown
     assert "max_inflight_requests" not in shown["ensemble_scheduling"]
@@ -132,7 +134,7 @@ def test_an_ensemble_has_a_transaction_policy_and_no_optimization(tmp_path: Path
 def test_normalizing_twice_changes_nothing(tmp_path: Path) -> None:
     """It runs again after a backend completed the configuration."""
     text = "backend: 'python' max_batch_size: 8 dynamic_batching {}"
-    config = load_config(model(tmp_path / "m", text, "1/model.py"), OPTIONS)
+    config = load_config(model(tmp_path / "m", text, "1/model.py"), OPTIONS).config
     again = ModelConfig()
     again.CopyFrom(config)
     normalize(again)
@@ -146,13 +148,13 @@ def test_model_config_name_takes_the_named_file_where_there_is_one(tmp_path: Pat
     (directory.path / "configs" / "alt.pbtxt").write_text("backend: 'python' max_batch_size: 2")
     for name, size in (("alt", 2), ("other", 1), ("", 1)):
         options = ServerOptions(model_config_name=name)
-        assert load_config(directory, options).max_batch_size == size
+        assert load_config(directory, options).config.max_batch_size == size
 
 
 def test_an_override_replaces_the_whole_configuration(tmp_path: Path) -> None:
     """Nothing of the file is left, and the defaults are filled in again."""
     directory = model(tmp_path / "m", "backend: 'python' max_batch_size: 3", "1/model.py")
-    config = load_config(directory, OPTIONS, '{"parameters": {"k": {"string_value": "v"}}}')
+    config = load_config(directory, OPTIONS, '{"parameters": {"k": {"string_value": "v"}}}').config
     assert (config.max_batch_size, config.backend) == (0, "python")
     assert config.parameters["k"].string_value == "v"
     with pytest.raises(InvalidArgumentError, match="Invalid config override: "):
@@ -183,6 +185,6 @@ def test_the_door_scans_selects_and_validates(tmp_path: Path) -> None:
     """The calls the server makes, in its order."""
     model(tmp_path / "m", "backend: 'python'", "1/model.py", "2/model.py")
     directory = scan([str(tmp_path)], OPTIONS).models["m"]
-    config = load_config(directory, OPTIONS)
-    validate_config(config, directory, completed=True)
+    config, where = load_config(directory, OPTIONS)
+    validate_config(config, directory, where)
     assert select_versions(config, directory) == [2]
