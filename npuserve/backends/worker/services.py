@@ -107,8 +107,8 @@ class ModelServices:
         name, version = target
         try:
             self._start(call_id, name, version, inputs, fields, decoupled, reply)
-        except NpuserveError as error:
-            reply(InferenceResponse.from_error(error), True)
+        except Exception as error:  # as in `call`
+            reply(InferenceResponse.from_error(_known(error)), True)
 
     def _start(
         self, call_id: int, name: str, version: int, inputs: dict[str, Tensor],
@@ -146,10 +146,10 @@ class ModelServices:
         self._requests[call_id] = request, reply
         try:
             self._server.infer(request)
-        except NpuserveError as error:
+        except Exception as error:
             self._requests.pop(call_id, None)
             self._caller.ended(call_id)
-            raise _prefixed(name, error) from None
+            raise _prefixed(name, _known(error)) from None
 
     def waits(self, call_id: int) -> None:
         """The model waits for the call within `execute`; refuses one that cannot be answered."""
@@ -177,8 +177,8 @@ class ModelServices:
             return
         try:
             answer(True, _METHODS[method](self, *args))
-        except NpuserveError as error:
-            answer(False, _CALL_PREFIX.get(method, "") + str(error))
+        except Exception as error:  # arguments of any kind come from the model, which waits
+            answer(False, _CALL_PREFIX.get(method, "") + str(_known(error)))
 
     def _spawn(self, coroutine: Any) -> None:
         task = self._server.loop.create_task(coroutine, name=f"control-{self._context.name}")
@@ -197,8 +197,8 @@ class ModelServices:
                 await self._server.unload_model(*args)
             else:
                 result = await self._is_model_ready(*args)
-        except NpuserveError as error:
-            answer(False, _CALL_PREFIX[method] + str(error))
+        except Exception as error:  # as in `call`
+            answer(False, _CALL_PREFIX[method] + str(_known(error)))
         else:
             answer(True, result)
 
@@ -273,6 +273,13 @@ _CALL_PREFIX = {
     "metric_observe": "Failed to observe metric value: ",
     "metric_value": "Failed to get metric value: ",
 }
+
+
+def _known(error: Exception) -> NpuserveError:
+    """An exception as one of ours."""
+    if isinstance(error, NpuserveError):
+        return error
+    return InternalError(f"{type(error).__name__}: {error}")
 
 
 def _prefixed(name: str, error: NpuserveError) -> NpuserveError:

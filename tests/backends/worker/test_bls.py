@@ -340,3 +340,27 @@ async def test_async_batches_overlap(tmp_path: Path, execution: str) -> None:
     """
     async with served_model(tmp_path, code, execution=execution) as models:
         await asyncio.gather(*(models.infer() for _ in range(3)))
+
+
+async def test_odd_arguments_are_errors(tmp_path: Path, execution: str) -> None:
+    """What the server cannot make anything of raises in the model, which goes on."""
+    code = """
+    def calls():
+        kind = pb_utils.MetricFamily.GAUGE
+        yield lambda: pb_utils.MetricFamily(name=5, description="", kind=kind)
+        yield lambda: pb_utils.is_model_ready(5)
+        yield lambda: pb_utils.load_model("m", files={1: 2})
+
+    class TritonPythonModel:
+        def execute(self, requests):
+            kinds = []
+            for call in calls():
+                try:
+                    call()
+                except (TypeError, pb_utils.TritonModelException) as error:
+                    kinds.append(type(error).__name__)
+            return [response(np.array([len(kinds)], np.float32)) for _ in requests]
+    """
+    options = {"model_control_mode": "explicit", "load_model": ("m",)}
+    async with served_model(tmp_path, code, execution=execution, **options) as models:
+        assert (await models.infer()).value == [2.0]
