@@ -361,6 +361,8 @@ async def test_odd_arguments_are_errors(tmp_path: Path, execution: str) -> None:
                     kinds.append(type(error).__name__)
             return [response(np.array([len(kinds)], np.float32)) for _ in requests]
     """
-    options = {"model_control_mode": "explicit", "load_model": ("m",)}
-    async with served_model(tmp_path, code, execution=execution, **options) as models:
+    write_model(tmp_path, "m", code)
+    async with served(
+        tmp_path, execution, model_control_mode="explicit", load_model=("m",)
+    ) as models:
         assert (await models.infer()).value == [2.0]
