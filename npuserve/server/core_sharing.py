@@ -14,6 +14,7 @@ Longer executions keep all cores: there the hand-over is of no account.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import os
@@ -77,7 +78,11 @@ class Cores(Protocol):
         """Whether a thread may use this core only."""
 
     def confine(self, thread: int, cores: Set[int]) -> None:
-        """Let a thread use these cores only; nothing happens if it has ended."""
+        """Let a thread use these cores only; nothing happens if it has ended.
+
+        Raises:
+            OSError: the kernel refuses.
+        """
 
 
 class _Count(NamedTuple):
@@ -115,6 +120,7 @@ class CoreSharing:
         self._seen: dict[int, _Count] = {}  # by thread, at the last look
         self._looks = 0
         self._pauses = 0
+        self._refused = False  # by the kernel, or what stands for one
         self._timer: Timer | None = None
 
     def start(self) -> None:
@@ -153,7 +159,10 @@ class CoreSharing:
             self._meet(quick)
         else:
             self._part()
-        self._plan(_LOOK_NS if self._seen else _REST_NS, self._look)
+        if self._refused:
+            self._part()
+        else:
+            self._plan(_LOOK_NS if self._seen else _REST_NS, self._look)
 
     def _count(self, elapsed_ns: int) -> dict[int, Executor]:
         """Those that executed much since the last count, and quickly, and gain by sharing."""
@@ -189,19 +198,27 @@ class CoreSharing:
             if len(self._allowed) == 1:
                 return
             self._core = self._cores.current()
-            self._confine(self._loop_thread, self._core)
+            self._join(self._loop_thread, self._core)
         for thread in self._sharers.keys() - quick.keys():
             self._sharers.pop(thread).core_shared(False)
-            self._cores.confine(thread, self._allowed)
+            self._confine(thread, self._allowed)
         for thread in quick.keys() - self._sharers.keys():
-            self._confine(thread, self._core)
+            self._join(thread, self._core)
             quick[thread].core_shared(True)
         self._sharers = quick
         self._free_the_newborn(self._core)
 
-    def _confine(self, thread: int, core: int) -> None:
+    def _join(self, thread: int, core: int) -> None:
         self._known |= self._cores.siblings(thread)
-        self._cores.confine(thread, {core})
+        self._confine(thread, {core})
+
+    def _confine(self, thread: int, cores: Set[int]) -> None:
+        try:
+            self._cores.confine(thread, cores)
+        except OSError as error:
+            if not self._refused:
+                logger.warning("cores are not shared: %s (thread %d)", error, thread)
+            self._refused = True
 
     def _part(self) -> None:
         if self._core is None:
@@ -209,8 +226,8 @@ class CoreSharing:
         self._free_the_newborn(self._core)
         for thread, executor in self._sharers.items():
             executor.core_shared(False)
-            self._cores.confine(thread, self._allowed)
-        self._cores.confine(self._loop_thread, self._allowed)
+            self._confine(thread, self._allowed)
+        self._confine(self._loop_thread, self._allowed)
         self._core = None
         self._sharers = {}
         self._known = frozenset()
@@ -222,7 +239,7 @@ class CoreSharing:
             siblings = cores.siblings(parent)
             for thread in siblings - self._known:
                 if cores.is_confined(thread, core):
-                    cores.confine(thread, self._allowed)
+                    self._confine(thread, self._allowed)
             self._known |= siblings
 
 
@@ -263,9 +280,5 @@ class LinuxCores:
 
     def confine(self, thread: int, cores: Set[int]) -> None:
         """See `Cores.confine`."""
-        try:
+        with contextlib.suppress(ProcessLookupError):  # it has ended
             os.sched_setaffinity(thread, cores)
-        except ProcessLookupError:
-            return
-        except OSError as error:  # somebody changed what the process may use; asked again soon
-            logger.warning("thread %d cannot use the cores %s: %s", thread, sorted(cores), error)

@@ -286,12 +286,34 @@ async def test_on_this_machine() -> None:
         thread.join()
 
 
-def test_cores_that_do_not_exist(caplog: pytest.LogCaptureFixture) -> None:
-    """Refused by the kernel, and said; for a thread that is gone there is nothing to do."""
+def test_where_the_kernel_refuses_nobody_asks_again(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in a sandbox: said once, everything goes on as before."""
+    asked = []
+
+    def refuse(thread: int, cores: Set[int]) -> None:
+        asked.append(thread)
+        raise PermissionError("not here")
+
+    monkeypatch.setattr(rig.machine, "confine", refuse)
+    quick = rig.add(11)
+    rig.serve(3, (quick, 30 * US, True))
+    assert rig.apart()
+    assert set(asked) == {LOOP, 11}
+    assert len(asked) == 4  # to share, and to make sure that nothing is left of it
+    assert "not here" in caplog.text
+    assert quick.shared == [True, False]
+    rig.sharing.stop()
+    assert len(asked) == 4
+
+
+def test_cores_and_threads_that_do_not_exist() -> None:
+    """A core is refused by the kernel; for a thread that is gone there is nothing to do."""
     cores = LinuxCores()
     before = cores.allowed()
-    cores.confine(threading.get_native_id(), {1023})
-    assert "cannot use the cores [1023]" in caplog.text
+    with pytest.raises(OSError, match="Invalid argument"):
+        cores.confine(threading.get_native_id(), {1023})
     assert cores.allowed() == before
     gone = 2**22 + 1  # above the kernel's largest id
     cores.confine(gone, before)
