@@ -129,12 +129,16 @@ class Level:
             self._sequence += 1
             heapq.heappush(self._deadlines, (deadline_ns, self._sequence, request))
 
-    def next_deadline_ns(self) -> int:
-        """When the next request expires; 0 if none will."""
+    def forget_the_gone(self) -> None:
+        """Requests have left: let go of them once they are the most in the heap."""
         deadlines, lane = self._deadlines, self.unexpired
         if len(deadlines) > 2 * lane.live:
             self._deadlines = deadlines = [d for d in deadlines if d[2].scheduling is lane]
             heapq.heapify(deadlines)
+
+    def next_deadline_ns(self) -> int:
+        """When the next request expires; 0 if none will."""
+        deadlines, lane = self._deadlines, self.unexpired
         while deadlines and deadlines[0][2].scheduling is not lane:
             heapq.heappop(deadlines)
         return deadlines[0][0] if deadlines else 0
@@ -238,6 +242,7 @@ class PriorityQueue:
         lane: Lane = request.scheduling
         lane.discard(request)
         self._left(request)
+        self._forget_the_gone()
 
     def take(self, count: int) -> list[InferenceRequest]:
         """Take out the first `count` requests."""
@@ -249,6 +254,7 @@ class PriorityQueue:
                 taken.append(request)
             if len(taken) == count:
                 break
+        self._forget_the_gone()
         return taken
 
     def expire(self, now_ns: int) -> list[InferenceRequest]:
@@ -262,6 +268,11 @@ class PriorityQueue:
         """When the next request expires; 0 if none will."""
         deadlines = [level.next_deadline_ns() for level in self._levels]
         return min((deadline for deadline in deadlines if deadline), default=0)
+
+    def _forget_the_gone(self) -> None:
+        if self.timed:
+            for level in self._levels:
+                level.forget_the_gone()
 
     def _left(self, request: InferenceRequest) -> None:
         self.live -= 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -95,3 +97,15 @@ def test_deadlines_of_served_requests_do_not_pile_up() -> None:
         queue.take(1)
         assert queue.next_deadline_ns() == 0
     assert queue._levels[0]._deadlines == []
+
+
+def test_nothing_is_kept_of_the_last_requests() -> None:
+    """A request that has left is not held by its deadline, whatever comes or does not come next."""
+    queue = PriorityQueue([QueuePolicy(timeout_ns=1 << 60)] * 2)
+    requests = [request(str(number)) for number in range(9)]
+    references = [sys.getrefcount(each) for each in requests]
+    for number in range(9):
+        queue.push(requests[number], number)
+    queue.discard(requests[-1])
+    queue.take(8)
+    assert [sys.getrefcount(each) for each in requests] == references
