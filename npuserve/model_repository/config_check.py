@@ -14,6 +14,7 @@ from npuserve._proto import model_config_pb2 as pb
 from npuserve.errors import InvalidArgumentError
 from npuserve.model_config import ModelConfig, enum_name
 from npuserve.model_repository.batch_input_check import check_batch_io
+from npuserve.model_repository.bounds_check import check_bounds
 from npuserve.model_repository.defaults import ENSEMBLE, PLATFORM_BACKENDS
 from npuserve.model_repository.ensemble_check import check_ensemble
 from npuserve.model_repository.problems import Problem, under
@@ -49,6 +50,7 @@ def validate(
         InvalidArgumentError: with the texts of all broken rules.
     """
     problems = dict.fromkeys(_problems(config, os.fspath(model_dir), completed))
+    problems = problems or dict.fromkeys(check_bounds(config))  # some rules speak of them, too
     if problems:
         raise InvalidArgumentError("; ".join(p.text + where(p.field) for p in problems))
 

@@ -23,7 +23,7 @@ from npuserve.server.model_entry import ModelEntry, ModelState, VersionStatus
 from npuserve.server.model_factory import ModelFactory
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
     from pathlib import Path
 
     from npuserve.backends.registry import BackendRegistry
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _PROGRESS_PERIOD_S = 5.0
+_UNLOADED = "unloaded"  # the reason in the index
 
 
 class Lifecycle:
@@ -293,7 +294,7 @@ class Lifecycle:
             if status.model is not None:
                 self._retire(entry, status.model)
             if version not in entry.versions:
-                entry.versions[version] = VersionStatus(ModelState.UNAVAILABLE, "unloaded")
+                entry.versions[version] = VersionStatus(ModelState.UNAVAILABLE, _UNLOADED)
         for model in models:
             replaced = former.get(model.version)
             self._server.model_loaded(model, replaced.model if replaced else None)
@@ -325,31 +326,45 @@ class Lifecycle:
         entry.failure = ""
         entry.fingerprint = None
         entry.override = ""
+        files, entry.file_override = entry.file_override, None
+        leaving = {status.model for status in entry.versions.values() if status.model is not None}
+        leaving -= set(self._draining)
+
+        def left(model: Model) -> None:
+            leaving.discard(model)
+            if files is not None and not leaving:
+                remove_files(files)
+
         for version, status in entry.versions.items():
             if status.model is None:
                 if status.state is not ModelState.UNLOADING:
-                    entry.versions[version] = VersionStatus(ModelState.UNAVAILABLE, "unloaded")
+                    entry.versions[version] = VersionStatus(ModelState.UNAVAILABLE, _UNLOADED)
                 continue
             status.state = ModelState.UNLOADING
-            self._retire(entry, status.model, status)
+            self._retire(entry, status.model, status, left)
         self._server.publish(entry)
 
-    def _retire(self, entry: ModelEntry, model: Model, status: VersionStatus | None = None) -> None:
-        """Let the model finish what it has in the background, then free it."""
+    def _retire(
+        self,
+        entry: ModelEntry,
+        model: Model,
+        status: VersionStatus | None = None,
+        left: Callable[[Model], None] | None = None,
+    ) -> None:
+        """Let the model finish what it has in the background, then free it and call `left`."""
         if model in self._draining:
             return
         model.stop_accepting()
-        files = entry.file_override
 
         async def drain() -> None:
             await self._stop_model(model)
             del self._draining[model]
+            if left is not None:
+                left(model)
             if status is not None:
                 status.model = None
                 if status.state is ModelState.UNLOADING:
-                    status.state, status.reason = ModelState.UNAVAILABLE, "unloaded"
-                    if entry.file_override is files:  # else a new load has brought others
-                        self._take_files(entry, None)
+                    status.state, status.reason = ModelState.UNAVAILABLE, _UNLOADED
                     logger.info("successfully unloaded '%s' version %d", model.name, model.version)
                     await self._release_files(entry, model)
 
@@ -418,13 +433,18 @@ class Lifecycle:
 
     @staticmethod
     def _index_rows(name: str, entry: ModelEntry | None, problem: str) -> list[ModelIndexEntry]:
-        if entry is not None and entry.versions:
-            return [
-                ModelIndexEntry(name, str(version), status.state, status.reason)
-                for version, status in sorted(entry.versions.items())
-            ]
         # Differs from Triton: a model that could not be read is listed with the reason.
         failure = problem or (entry.failure if entry is not None else "")
+        if entry is not None and entry.versions:
+            return [
+                ModelIndexEntry(
+                    name,
+                    str(version),
+                    status.state,
+                    failure if failure and status.reason == _UNLOADED else status.reason,
+                )
+                for version, status in sorted(entry.versions.items())
+            ]
         if failure:
             return [ModelIndexEntry(name, "", ModelState.UNAVAILABLE, failure)]
         return [ModelIndexEntry(name)]

@@ -285,6 +285,41 @@ def test_rules_of_batch_inputs_and_outputs(block: str, problem: str) -> None:
     assert problems(text) == problem
 
 
+@pytest.mark.parametrize(
+    ("block", "field"),
+    [
+        ("instance_group { count: 2147483647 }", "instance_group[0].count"),
+        ("dynamic_batching { priority_levels: 4294967295 default_priority_level: 1 }",
+         "dynamic_batching.priority_levels"),
+        ("sequence_batching { oldest { max_candidate_sequences: 2147483647 } }",
+         "sequence_batching.oldest.max_candidate_sequences"),
+        ("model_warmup { batch_size: 1 } model_warmup { batch_size: 4294967295 }",
+         "model_warmup[1].batch_size"),
+        ("model_warmup { count: 4294967295 }", "model_warmup[0].count"),
+    ],
+)  # fmt: skip
+def test_numbers_that_would_fill_the_memory(block: str, field: str) -> None:
+    """Are refused before anything is made."""
+    assert f"'{field}' is " in problems(f"{PLAIN} {block}")
+    sequences = "name: 'm' backend: 'x' max_batch_size: 2147483647 sequence_batching { }"
+    assert "'max_batch_size' is 2147483647" in problems(sequences)
+    accept(f"{PLAIN} instance_group {{ count: 64 }} model_warmup {{ batch_size: 64 count: 9 }}")
+
+
+@pytest.mark.parametrize(
+    ("block", "field"),
+    [
+        ("instance_group { count: 1 } instance_group { kind: 99 }", "instance_group[1].kind"),
+        ("optimization { priority: 99 }", "optimization.priority"),
+        ("model_warmup { inputs { key: 'X' value { data_type: 99 } } }",
+         "model_warmup[0].inputs.data_type"),
+    ],
+)  # fmt: skip
+def test_numbers_that_stand_for_no_name(block: str, field: str) -> None:
+    """An enumeration of protobuf takes any number."""
+    assert problems(f"{PLAIN} {block}") == f"'{field}' has the unknown value 99 for m"
+
+
 ENSEMBLE = "name: 'e' platform: 'ensemble' "
 A_TO_B = (
     "step { model_name: 's' input_map { key: 'I' value: 'A' } output_map { key: 'O' value: 'B' } }"

@@ -38,6 +38,8 @@ instance_group [ {{ kind: KIND_CPU }} ]
 {more}
 """
 
+CONFIG_JSON = '{"backend": "identity"}'
+
 ENSEMBLE = """
 platform: "ensemble"
 max_batch_size: 8
@@ -279,7 +281,7 @@ async def test_a_load_that_fails_leaves_no_files(
             await server.load_model("new", json.dumps(config), files)
         assert everything_below(temporary) == []
         assert server.lifecycle.entries == {}
-        await server.load_model("new", '{"backend": "identity"}', {"1/x": b"old"})
+        await server.load_model("new", CONFIG_JSON, {"1/x": b"old"})
         model_dir = server.model("new").context.model_dir
         before = everything_below(temporary)
         with pytest.raises(NpuserveError):
@@ -288,10 +290,29 @@ async def test_a_load_that_fails_leaves_no_files(
             await server.load_model("new")
         assert server.model("new").context.model_dir == model_dir
         assert everything_below(temporary) == before
-        await server.load_model("new", '{"backend": "identity"}', {"1/x": b"newer"})
+        await server.load_model("new", CONFIG_JSON, {"1/x": b"newer"})
         assert not model_dir.exists()
         assert (server.model("new").context.model_dir / "1" / "x").read_bytes() == b"newer"
     assert everything_below(temporary) == []
+
+
+async def test_files_of_an_unloaded_model_are_not_used_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even if the next load comes before the model has finished and its files are removed."""
+    repository, temporary = tmp_path / "repository", tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    write_model(repository, "m")
+    async with serve(repository) as server:
+        await server.load_model("m", CONFIG_JSON, {"1/x": b"x"})
+        overridden = server.model("m")
+        await server.unload_model("m")
+        await server.load_model("m", CONFIG_JSON)
+        await asyncio.gather(*server.lifecycle._draining.values())
+        assert not overridden.context.model_dir.exists()
+        assert server.model("m").context.model_dir == repository / "m"
+        assert everything_below(temporary) == []
 
 
 def everything_below(folder: Path) -> list[Path]:

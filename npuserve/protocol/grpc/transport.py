@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from npuserve.protocol.grpc.codec import Parts
     from npuserve.tensor import Buffer
 
-# Of one connection; a client with more waits. Without a limit a flood of them fills the memory.
+# Of one connection; a client with more waits.
+# Differs from Triton: it sets no limit, and a flood of streams fills the memory.
 MAX_CONCURRENT_STREAMS = 10_000
 
 # Headers of gRPC and HTTP/2 themselves; not part of a call's metadata.
