@@ -266,7 +266,8 @@ class LinuxCores:
     def processor_ns(self, thread: int) -> int:
         """See `Cores.processor_ns`."""
         try:
-            text = Path(f"/proc/{thread}/schedstat").read_text()
+            # Not as text: see machine.py.
+            text = Path(f"/proc/{thread}/schedstat").read_bytes()
         except (FileNotFoundError, ProcessLookupError):
             return 0
         return int(text.split()[0])

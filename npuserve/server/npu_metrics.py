@@ -138,10 +138,11 @@ def run_npu_smi() -> list[CardMetrics]:
     """
     # subprocess starts programs by vfork, which is safe while the cards copy; a plain fork of a
     # process that uses the Ascend runtime is not.
+    # Read as bytes: see machine.py.
     result = subprocess.run(
-        ["npu-smi", "info"], capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
+        ["npu-smi", "info"], capture_output=True, timeout=_TIMEOUT_S, check=False
     )
-    return parse_npu_smi(result.stdout)
+    return parse_npu_smi(result.stdout.decode("utf-8", "replace"))
 
 
 class NpuMetrics:
