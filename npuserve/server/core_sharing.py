@@ -270,7 +270,7 @@ class LinuxCores:
             text = Path(f"/proc/{thread}/schedstat").read_bytes()
         except (FileNotFoundError, ProcessLookupError):
             return 0
-        return int(text.split()[0])
+        return int(content.split()[0])
 
     def is_confined(self, thread: int, core: int) -> bool:
         """See `Cores.is_confined`; False for a thread that has ended."""
