@@ -267,7 +267,7 @@ class LinuxCores:
         """See `Cores.processor_ns`."""
         try:
             # Not as text: see machine.py.
-            text = Path(f"/proc/{thread}/schedstat").read_bytes()
+            content = Path(f"/proc/{thread}/schedstat").read_bytes()
         except (FileNotFoundError, ProcessLookupError):
             return 0
         return int(content.split()[0])
