@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from npuserve.request import InferenceRequest
-    from npuserve.server.instance import Instance
+    from npuserve.server.instance import Instance, ThreadInstance
     from npuserve.server.statistics import ModelStatistics
 
 _now_ns = time.monotonic_ns
@@ -253,12 +253,13 @@ class ThreadBatch(Batch):
     loop together with the end of the execution: one wake-up a batch, not one a request.
     """
 
-    __slots__ = ("outbox",)
+    __slots__ = ("_mailbox", "outbox")
 
     def __init__(
-        self, instance: Instance, requests: Sequence[InferenceRequest], batch_size: int
+        self, instance: ThreadInstance, requests: Sequence[InferenceRequest], batch_size: int
     ) -> None:
         super().__init__(instance, requests, batch_size)
+        self._mailbox = instance.mailbox
         # Touched by the instance's thread only, and only while it executes this batch.
         self.outbox: list[tuple[InferenceRequest, InferenceResponse | None, bool]] | None = (
             None if instance.decoupled else []
@@ -273,11 +274,11 @@ class ThreadBatch(Batch):
             outbox.append((request, response, final))
         else:
             self.instance.wait_for_readers()
-            self.instance.post(self._deliver, request, response, final)
+            self._mailbox.post(self._deliver, request, response, final)
 
     def reschedule(self, request: InferenceRequest) -> None:
         """See `ExecutionBatch.reschedule`; from any thread."""
-        self.instance.post(super().reschedule, request)
+        self._mailbox.post(super().reschedule, request)
 
     def complete(
         self,

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import queue
 import threading
 import time
 from collections import deque
@@ -21,6 +20,7 @@ from npuserve.errors import (
     NpuserveError,
 )
 from npuserve.server.execution import Batch, ThreadBatch, as_npuserve_error
+from npuserve.server.handover import JobQueue, Mailbox
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -69,8 +69,6 @@ class Instance:
         self.thread_id = 0
         self.resources: Any = None  # what the rate limiter lent to the running batch
         self._loop = pool.loop
-        self._mailbox: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
-        self._mail_announced = False
         self._held = 0  # requests whose reader is behind
         self._go_on = threading.Event()
         self._go_on.set()
@@ -164,23 +162,6 @@ class Instance:
         self.pool.card_load[self.card] -= 1
         self.pool.released(self)
 
-    def post(self, function: Callable[..., None], *args: Any) -> None:
-        """Call `function(*args)` on the loop's thread, in the order posted; from any thread."""
-        self._mailbox.append((function, args))
-        if not self._mail_announced:
-            self._mail_announced = True
-            try:  # contextlib.suppress would cost more than the rest
-                self._loop.call_soon_threadsafe(self._open_mailbox)
-            except RuntimeError:
-                logger.debug("the loop is closed: nobody is left to tell")
-
-    def _open_mailbox(self) -> None:
-        self._mail_announced = False
-        mailbox = self._mailbox
-        while mailbox:
-            function, args = mailbox.popleft()
-            function(*args)
-
 
 class LoopDrivenInstance(Instance):
     """Instance over a `LoopInstance`."""
@@ -225,7 +206,11 @@ class LoopDrivenInstance(Instance):
 
 
 class ThreadInstance(Instance):
-    """Instance over a blocking `ModelInstance`, which lives in a thread of its own."""
+    """Instance over a blocking `ModelInstance`, which lives in a thread of its own.
+
+    Attributes:
+        mailbox: what other threads want to be done on the loop's.
+    """
 
     backend_instance: ModelInstance
 
@@ -237,7 +222,8 @@ class ThreadInstance(Instance):
     ) -> None:
         super().__init__(placement, backend_instance, pool)
         self._native_id = 0
-        self._jobs: queue.SimpleQueue[ThreadBatch | None] = queue.SimpleQueue()
+        self._jobs: JobQueue[ThreadBatch | None]
+        self.mailbox: Mailbox
         self._thread: threading.Thread | None = None
         self._ended: asyncio.Future[None] | None = None
 
@@ -253,6 +239,12 @@ class ThreadInstance(Instance):
 
     async def initialize(self) -> None:
         """See `Instance.initialize`."""
+        self._jobs = JobQueue()
+        try:
+            self.mailbox = Mailbox(self._loop)
+        except OSError:  # no descriptor left
+            self._jobs.close()
+            raise
         ready: asyncio.Future[None] = self._loop.create_future()
         self._ended = self._loop.create_future()
         self._thread = threading.Thread(
@@ -275,6 +267,8 @@ class ThreadInstance(Instance):
         await asyncio.shield(self._ended)
         if self._thread is not None:
             self._thread.join()  # at its very end: nothing in it can block any more
+        self._jobs.close()
+        self.mailbox.close()
 
     def _serve(self, ready: asyncio.Future[None]) -> None:
         self.thread_id = threading.get_ident()
@@ -286,9 +280,9 @@ class ThreadInstance(Instance):
             instance.initialize()
         except BaseException as error:  # a model may raise SystemExit; the load must fail then
             self._finalize_quietly()
-            self.post(_resolve, ready, as_npuserve_error(error))
+            self.mailbox.post(_resolve, ready, as_npuserve_error(error))
         else:
-            self.post(_resolve, ready, None)
+            self.mailbox.post(_resolve, ready, None)
             if isinstance(instance, PipelinedInstance):
                 self._execute_pipelined(instance)
             else:
@@ -297,14 +291,14 @@ class ThreadInstance(Instance):
                     del batch
             self._finalize_quietly()
         assert self._ended is not None
-        self.post(_resolve, self._ended, None)
+        self.mailbox.post(_resolve, self._ended, None)
 
     def _execute_pipelined(self, instance: PipelinedInstance) -> None:
         submitted: deque[ThreadBatch] = deque()
         stopping = False
         while submitted or not stopping:
             has_room = not stopping and len(submitted) < instance.pipeline_depth
-            if has_room and not (submitted and self._jobs.empty()):
+            if has_room and not (submitted and self._jobs.empty):
                 batch = self._jobs.get()
                 if batch is None:
                     stopping = True
@@ -332,7 +326,7 @@ class ThreadInstance(Instance):
 
     def _end(self, batch: ThreadBatch, error: NpuserveError | None) -> None:
         outbox, batch.outbox = batch.outbox, None
-        self.post(batch.complete, outbox, error)
+        self.mailbox.post(batch.complete, outbox, error)
 
     def _finalize_quietly(self) -> None:
         try:
