@@ -32,8 +32,8 @@ _LOOK_NS = 100_000_000
 _REST_NS = 1_000_000_000  # between looks while there is nobody to look at
 _MIN_EVERY_NS = 5_000_000  # an execution; fewer are not worth it
 # Processor time of one execution. Two limits, so that a model in between does not go to and fro.
-_QUICK_NS = 100_000
-_SLOW_NS = 200_000
+_QUICK_NS = 250_000
+_SLOW_NS = 400_000
 _LONE_SHARE = 0.9  # of the executions: then requests come one at a time
 # So often they are let loose for a moment: the kernel moves them if others crowd in, and whether
 # requests come one at a time shows only where two could be served at a time.

@@ -127,7 +127,7 @@ def test_a_quick_thread_shares_the_core_of_the_loop(rig: Rig, lone: bool) -> Non
     assert quick.shared == [True]
 
 
-@pytest.mark.parametrize(("each_us", "shares"), [(90, True), (110, False), (5000, False)])
+@pytest.mark.parametrize(("each_us", "shares"), [(240, True), (260, False), (5000, False)])
 def test_long_executions_keep_all_cores(rig: Rig, each_us: int, shares: bool) -> None:
     """What counts is processor time; waiting for a device is none."""
     rig.serve(1.5, (rig.add(11), each_us * US, False))
@@ -139,9 +139,9 @@ def test_a_thread_that_becomes_slow_is_let_go(rig: Rig) -> None:
     """Between the two limits it stays what it is; beyond the upper one it goes at the next look."""
     model = rig.add(11)
     rig.serve(1.5, (model, 30 * US, False))
-    rig.serve(0.1, (model, 150 * US, False))
+    rig.serve(0.1, (model, 300 * US, False))
     assert rig.together(11)
-    rig.serve(0.2, (model, 300 * US, False))
+    rig.serve(0.2, (model, 500 * US, False))
     assert rig.apart()
     assert model.shared == [True, False]
 
