@@ -34,6 +34,8 @@ _MIN_EVERY_NS = 5_000_000  # an execution; fewer are not worth it
 # Processor time of one execution. Two limits, so that a model in between does not go to and fro.
 _QUICK_NS = 250_000
 _SLOW_NS = 400_000
+# The loop's own, per execution: where it has more to do (large bodies), hand-overs do not count.
+_LOOP_NS = 500_000
 _LONE_SHARE = 0.9  # of the executions: then requests come one at a time
 # So often they are let loose for a moment: the kernel moves them if others crowd in, and whether
 # requests come one at a time shows only where two could be served at a time.
@@ -118,6 +120,7 @@ class CoreSharing:
         self._sharers: dict[int, Executor] = {}  # those on it, by thread
         self._known: frozenset[int] = frozenset()  # threads that were there before, or are free
         self._seen: dict[int, _Count] = {}  # by thread, at the last look
+        self._loop_ns = 0  # processor time of the loop then
         self._looks = 0
         self._pauses = 0
         self._refused = False  # by the kernel, or what stands for one
@@ -168,7 +171,9 @@ class CoreSharing:
         """Those that executed much since the last count, and quickly, and gain by sharing."""
         enough = elapsed_ns // _MIN_EVERY_NS
         before, self._seen = self._seen, {}
-        busy = 0
+        loop_before, self._loop_ns = self._loop_ns, self._cores.processor_ns(self._loop_thread)
+        loop_ns = self._loop_ns - loop_before
+        busy = total = 0
         quick: dict[int, Executor] = {}
         alone: dict[int, Executor] = {}
         for executor in self._executors():
@@ -184,12 +189,15 @@ class CoreSharing:
                 continue
             busy += 1
             executions = now.executions - last.executions
+            total += executions
             limit_ns = _SLOW_NS if thread in self._sharers else _QUICK_NS
             if used_ns - last.used_ns < limit_ns * executions:
                 if not executor.overlaps:
                     quick[thread] = executor
                 elif now.lone - last.lone > _LONE_SHARE * executions:
                     alone[thread] = executor
+        if loop_ns > _LOOP_NS * total:
+            return {}
         return alone if busy == len(alone) == 1 else quick
 
     def _meet(self, quick: dict[int, Executor]) -> None:

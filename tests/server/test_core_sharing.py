@@ -29,7 +29,7 @@ class Machine:
     def __init__(self) -> None:
         self.cores: dict[int, frozenset[int]] = {LOOP: ALL}
         self.process_of = {LOOP: LOOP}
-        self.used_ns: dict[int, int] = {}
+        self.used_ns: dict[int, int] = {LOOP: 0}
 
     def start(self, thread: int, parent: int | None = None) -> None:
         """A thread of `parent`'s process, or a process of its own."""
@@ -133,6 +133,16 @@ def test_long_executions_keep_all_cores(rig: Rig, each_us: int, shares: bool) ->
     rig.serve(1.5, (rig.add(11), each_us * US, False))
     assert rig.together(11) is shares
     assert rig.apart() is not shares
+
+
+@pytest.mark.parametrize(("loop_us", "shares"), [(400, True), (600, False)])
+def test_a_busy_loop_keeps_all_cores(rig: Rig, loop_us: int, shares: bool) -> None:
+    """With large bodies most of the work is the loop's, and the client is on the same machine."""
+    quick = rig.add(11)
+    for _ in range(1500):
+        rig.machine.used_ns[LOOP] += 2 * loop_us * US
+        rig.serve(0.001, (quick, 30 * US, True))
+    assert rig.together(11) is shares
 
 
 def test_a_thread_that_becomes_slow_is_let_go(rig: Rig) -> None:
@@ -356,6 +366,7 @@ async def test_in_a_server(tmp_path: Path, execution: str, monkeypatch: pytest.M
     """A busy model gets onto the loop's core; one that is loaded meanwhile may use all cores."""
     monkeypatch.setattr(core_sharing, "_QUICK_NS", 10**9)  # however slow this machine is
     monkeypatch.setattr(core_sharing, "_SLOW_NS", 10**9)
+    monkeypatch.setattr(core_sharing, "_LOOP_NS", 10**9)
     monkeypatch.setattr(core_sharing, "_MIN_EVERY_NS", 10**8)
     allowed = os.sched_getaffinity(0)
     for name in ("busy", "late"):
