@@ -174,7 +174,8 @@ class Batch:
             instance = self.instance
             if self._early:  # it did not start before the one in front of it ended
                 self.start_ns = max(self.start_ns, instance.ended_ns)
-            instance.ended_ns = _now_ns()
+            now = instance.ended_ns = _now_ns()
+            instance.execution_ns = max(now - self.start_ns, instance.execution_ns * 7 // 8)
             instance.finished(self)
 
     def _compute_ns(self, end_ns: int) -> tuple[int, int, int]:

@@ -66,6 +66,7 @@ class Instance:
         self.executions = 0
         self.lone_executions = 0
         self.ended_ns = 0  # when the last batch ended
+        self.execution_ns = 0  # what the last ones took, the longest of them for the longest time
         self.thread_id = 0
         self.resources: Any = None  # what the rate limiter lent to the running batch
         self._loop = pool.loop

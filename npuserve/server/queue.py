@@ -76,6 +76,11 @@ class Lane:
             if request.scheduling is self:
                 yield request
 
+    @property
+    def first(self) -> InferenceRequest:
+        """The request that `pop` gives; the lane must not be empty."""
+        return next(iter(self))
+
     def append(self, request: InferenceRequest) -> None:
         """Put a request at the end."""
         request.scheduling = self

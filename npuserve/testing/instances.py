@@ -48,8 +48,14 @@ class FakeInstance:
         self.placement = Placement(self.name, "CPU", 0, 0, index)
         self.max_inflight = max_inflight
         self.inflight = 0
+        self.execution_ns = 0
         self.resources: Any = None
         self._waiting: deque[FakeExecution] = deque()
+
+    @property
+    def prefetches(self) -> bool:
+        """See `Instance.prefetches`."""
+        return self.pool.prefetches
 
     @property
     def is_free(self) -> bool:
@@ -87,6 +93,7 @@ class FakeInstance:
     def _finish(self, execution: FakeExecution) -> None:
         duration_ns = self.pool.clock.now_ns() - execution.start_ns
         self.pool.busy_ns += duration_ns
+        self.execution_ns = max(duration_ns, self.execution_ns * 7 // 8)
         self.pool.statistics.own.execution(execution.batch_size, 0, duration_ns, 0)
         if self._waiting:
             self._start(self._waiting.popleft())

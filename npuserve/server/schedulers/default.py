@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from npuserve.server.schedulers.base import SchedulerContext
 
 
+# What a request may have to wait behind the one it is handed over early for.
+_SHORT_EXECUTION_NS = 5_000_000
+
+
 class DefaultScheduler(QueuedScheduler):
     """One request an execution; a client's batch of N is executed as a batch of N.
 
@@ -53,8 +57,30 @@ class DefaultScheduler(QueuedScheduler):
             while queue.live:
                 free = self._instances.acquire()
                 if free is None:
-                    break
+                    if not self._takes_next_early(instance):
+                        break
+                    free = instance
                 request = queue.pop()
                 free.run((request,), request.batch_size or 1)
         finally:
             self._draining = False
+
+    def _takes_next_early(self, instance: Instance) -> bool:
+        """Whether the instance gets its next request while it executes one.
+
+        # Differs from Triton: between two short executions lie a way to the event loop and back.
+        # The request may be overtaken by those that other instances take meanwhile, so only while
+        # so many wait that no instance goes without. Not with a limit of rates, which is granted
+        # to what runs; nor what a model asks for on behalf of a request, which may be the very
+        # one the instance is executing.
+        """
+        pool, queue = self._instances, self._queue
+        return (
+            instance.prefetches
+            and instance.inflight == instance.max_inflight
+            and 0 < instance.execution_ns < _SHORT_EXECUTION_NS
+            and queue.live >= len(pool.instances)
+            and not pool.decoupled
+            and pool.rate_limiter is None
+            and queue.first.parent is None
+        )

@@ -15,7 +15,7 @@ from npuserve.server.instance_pool import InstancePool
 from npuserve.server.schedulers.default import DefaultScheduler
 from npuserve.server.statistics import FailureReason, ModelStatistics
 from npuserve.testing.clock import FakeClock
-from npuserve.testing.instances import FakePool, context_of
+from npuserve.testing.instances import FakeExecution, FakePool, context_of
 
 MS = 1_000_000
 
@@ -78,6 +78,56 @@ def test_a_request_whose_client_has_gone_is_not_executed() -> None:
     model.clock.advance(ms=100)
     assert len(model.pool.executed) == 1
     assert (model.scheduler.queued, model.pool.statistics.pending) == (0, 0)
+
+
+def early(model: Model) -> list[str]:
+    """Ids of the requests that were handed over while their instance was busy."""
+    ids: list[str] = []
+
+    def note(execution: FakeExecution) -> None:
+        if not model.pool.instances[execution.instance].is_free:
+            ids.extend(request.id for request in execution.requests)
+
+    model.pool.on_run = note
+    return ids
+
+
+def test_a_busy_instance_gets_its_next_request_early() -> None:
+    """While as many wait as there are instances; nobody is late by more than an execution."""
+    model = Model(count=2, duration_ns=MS)
+    model.pool.prefetches = True
+    ids = early(model)
+    for id in "abcdefgh":
+        model.send(id)
+    model.clock.advance(ms=1)
+    assert ids == ["d", "f"]  # behind c and e; g and h are for whoever is free first
+    model.clock.advance(ms=10)
+    assert sorted(id for id, _ in model.answers) == list("abcdefgh")
+    started = [(e.start_ns // MS % 1000, e.requests[0].id) for e in model.pool.executed]
+    assert sorted(started) == [
+        (0, "a"), (0, "b"), (1, "c"), (1, "e"), (2, "d"), (2, "f"), (3, "g"), (3, "h"),
+    ]  # fmt: skip
+    assert model.pool.statistics.pending == 0
+
+
+@pytest.mark.parametrize("why", ["long", "once long", "decoupled", "asked by a model", "no room"])
+def test_what_waits_for_a_free_instance(why: str) -> None:
+    """It could still be cancelled, be served earlier by another one, or never be served."""
+    durations = iter([20 * MS] + [MS] * 9) if why == "once long" else None
+    model = Model(count=1, duration_ns=10 * MS if why == "long" else MS)
+    if durations is not None:
+        model.pool.duration_ns = lambda _: next(durations)
+    model.pool.prefetches = why != "no room"
+    model.pool.decoupled = why == "decoupled"
+    ids = early(model)
+    for id in "abcdef":
+        request = model.send(id)
+        if why == "asked by a model":
+            request.parent = request
+    model.clock.advance(ms=30 if why == "once long" else 100)
+    assert ids == []
+    model.clock.advance(ms=100)
+    assert [id for id, _ in model.answers] == list("abcdef")
 
 
 def test_stop_refuses_new_requests_and_finishes_the_queue() -> None:
