@@ -285,16 +285,24 @@ def _scalar(call: str, value: Any) -> tuple[float, ...]:
     return (*map(float, values), *[0.0] * (4 - len(values)))
 
 
+def _parts(
+    runtime: Runtime, call: str, number: int, source: Any, regions: Any, count: int, work: str,
+    make: Any,
+) -> int:  # fmt: skip
+    """Parts of one picture, each as `make` says."""
+    _find(runtime, number=number)
+    place = _source(runtime, call, source)
+    jobs = [make(runtime, call, place, region) for region in _regions(call, regions, count)]
+    return _process(runtime, number, work, jobs)
+
+
 @entry("acl.himpi.vpc_crop_resize", "iooii", failure=(0,))
 def vpc_crop_resize(
     runtime: Runtime, number: int, source: Any, regions: Any, count: int, wait_ms: int
 ) -> int:
     """Cut out parts and scale each."""
     call = "acl.himpi.vpc_crop_resize"
-    _find(runtime, number=number)
-    from_place = _source(runtime, call, source)
-    jobs = [_pasting(runtime, call, from_place, each) for each in _regions(call, regions, count)]
-    return _process(runtime, number, "crop, resize", jobs)
+    return _parts(runtime, call, number, source, regions, count, "crop, resize", _pasting)
 
 
 @entry("acl.himpi.vpc_crop_resize_paste", "iooii", failure=(0,))
@@ -303,10 +311,7 @@ def vpc_crop_resize_paste(
 ) -> int:
     """Cut out parts, scale each and put it somewhere into its output."""
     call = "acl.himpi.vpc_crop_resize_paste"
-    _find(runtime, number=number)
-    from_place = _source(runtime, call, source)
-    jobs = [_pasting(runtime, call, from_place, each) for each in _regions(call, regions, count)]
-    return _process(runtime, number, "crop, resize, paste", jobs)
+    return _parts(runtime, call, number, source, regions, count, "crop, resize, paste", _pasting)
 
 
 @entry("acl.himpi.vpc_crop_resize_make_border", "iooii", failure=(0,))
@@ -315,10 +320,7 @@ def vpc_crop_resize_make_border(
 ) -> int:
     """Cut out parts, scale each and put a border around it."""
     call = "acl.himpi.vpc_crop_resize_make_border"
-    _find(runtime, number=number)
-    from_place = _source(runtime, call, source)
-    jobs = [_bordered(runtime, call, from_place, each) for each in _regions(call, regions, count)]
-    return _process(runtime, number, "crop, resize, border", jobs)
+    return _parts(runtime, call, number, source, regions, count, "crop, resize, border", _bordered)
 
 
 def _batch(
