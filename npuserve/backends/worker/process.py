@@ -123,8 +123,11 @@ class ForkServer:
         assert self._control is not None
         answer: asyncio.Future[int] = self.loop.create_future()
         self._waiting[token] = answer
-        if data:
-            self._control.sendmsg([data], rights(fds))
+        try:
+            if data:
+                self._control.sendmsg([data], rights(fds))
+        except OSError:  # it has ended: so says `answer`, and so does `close`
+            self.close()
         try:
             async with asyncio.timeout(timeout_s):
                 return await answer
@@ -140,7 +143,10 @@ class ForkServer:
     def _on_readable(self, control: socket.socket) -> None:
         with contextlib.suppress(BlockingIOError):
             while control is self._control:
-                data = control.recv(4096)
+                try:
+                    data = control.recv(4096)
+                except ConnectionResetError:  # it ended without having read all
+                    data = b""
                 if not data:
                     self.close()
                     return
@@ -164,8 +170,12 @@ class ForkServer:
 
     def kill(self, pid: int) -> None:
         """SIGKILL for one of its workers."""
-        if self._control is not None:
+        if self._control is None:
+            return
+        try:
             self._control.send(wire.pack(wire.KILL, None, pid))
+        except (BrokenPipeError, ConnectionResetError):  # it has ended, and its workers with it
+            self.close()
 
     def close_soon(self) -> None:
         """`close`, from any thread."""

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 from npuserve.backends.worker import fork_server
+from npuserve.errors import InternalError
 from tests.backends.worker.models import CONFIG, parameter, served, served_model, write_model
 
 DOUBLE = """
@@ -379,3 +380,23 @@ def test_fork_server_ends_in_order_when_its_news_were_not_read() -> None:
     ours.close()
     _, messages = process.communicate()
     assert (process.returncode, messages) == (0, b"")
+
+
+async def test_fork_server_that_ended_unnoticed(tmp_path: Path) -> None:
+    """Asking it for a worker, or to kill one, before its end was read: said, and then mended."""
+    async with served_model(tmp_path, DEADLY) as models:
+        instance = models.instance()
+        forker = instance._launcher.fork_server
+        for step in ("fork", "kill"):
+            await models.infer()
+            process = forker._process
+            process.kill()
+            process.wait()  # without a turn of the loop, which would read the end
+            if step == "fork":
+                with pytest.raises(InternalError, match="ended: see its messages"):
+                    await forker.fork([], 10)
+            else:
+                forker.kill(instance._process.pid)
+            assert forker._control is None
+            answers = [await models.infer() for _ in range(3)]
+            assert answers[-1].value[0] >= 1.0
