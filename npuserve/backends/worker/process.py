@@ -111,10 +111,14 @@ class ForkServer:
         ours.setblocking(False)
         number = theirs.fileno()
         command = self._interpreter.command([_SCRIPT, str(number)])
-        with theirs:
-            self._process = await asyncio.to_thread(
-                subprocess.Popen, command, pass_fds=[number], stdin=subprocess.DEVNULL
-            )
+        try:
+            with theirs:
+                self._process = await asyncio.to_thread(
+                    subprocess.Popen, command, pass_fds=[number], stdin=subprocess.DEVNULL
+                )
+        except BaseException:  # also when the model is unloaded meanwhile
+            ours.close()
+            raise
         self._control = ours
         self.loop.add_reader(ours, self._on_readable, ours)
         await self._request(0, b"", [], timeout_s)
