@@ -191,7 +191,7 @@ class CoreSharing:
             executions = now.executions - last.executions
             total += executions
             limit_ns = _SLOW_NS if thread in self._sharers else _QUICK_NS
-            if used_ns - last.used_ns < limit_ns * executions:
+            if 0 < used_ns - last.used_ns < limit_ns * executions:  # 0: the kernel does not count
                 if not executor.overlaps:
                     quick[thread] = executor
                 elif now.lone - last.lone > _LONE_SHARE * executions:

@@ -127,9 +127,11 @@ def test_a_quick_thread_shares_the_core_of_the_loop(rig: Rig, lone: bool) -> Non
     assert quick.shared == [True]
 
 
-@pytest.mark.parametrize(("each_us", "shares"), [(240, True), (260, False), (5000, False)])
+@pytest.mark.parametrize(
+    ("each_us", "shares"), [(240, True), (260, False), (5000, False), (0, False)]
+)
 def test_long_executions_keep_all_cores(rig: Rig, each_us: int, shares: bool) -> None:
-    """What counts is processor time; waiting for a device is none."""
+    """What counts is processor time, where the kernel tells it; waiting for a device is none."""
     rig.serve(1.5, (rig.add(11), each_us * US, False))
     assert rig.together(11) is shares
     assert rig.apart() is not shares
