@@ -23,6 +23,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from npuserve.buffer_pool import LARGE_TENSOR_BYTES
 from npuserve.protocol.http.exchange import InferExchange
 from npuserve.protocol.http.infer_head import InferHeaders, InferTarget
+from npuserve.protocol.http.read_threshold import ReadThreshold
 from npuserve.protocol.http.reply import Reply, error_body
 
 if TYPE_CHECKING:
@@ -39,11 +40,12 @@ _KNOWN_PATHS = 1024  # remembered; a client cannot make it grow without bound
 # Time-outs against clients that hold connections without using them, in seconds.
 HEAD_SECONDS = 30.0  # for a request head, from its first byte
 STALL_SECONDS = 120.0  # without a byte of an unfinished body, or without reading a reply
+SLOW_SECONDS = 1.0  # without a byte of a large body: from then on every byte is looked at
 DISCARD_SECONDS = 2.0  # reading on after a refused body, so that the client sees the reply
 
 MAX_HEAD_BYTES = 64 * 1024
 _MAX_KNOWN_HEAD_BYTES = 4096
-_READ_BYTES = 64 * 1024
+READ_BYTES = 64 * 1024
 
 
 class FrontEnd:
@@ -59,7 +61,7 @@ class FrontEnd:
         self.max_body_size = options.http_max_body_size
         self.max_connections = options.http_limit_connections or sys.maxsize
         self.keep_alive_seconds = float(options.http_keep_alive_secs)
-        self.read_buffer = memoryview(bytearray(_READ_BYTES))
+        self.read_buffer = memoryview(bytearray(READ_BYTES))
         self._targets: dict[bytes, InferTarget | None] = {}
 
     def infer_target(self, url: bytes) -> InferTarget | None:
@@ -131,6 +133,7 @@ class HttpSession(HttpToolsProtocol):
     def connection_made(self, transport: Any) -> None:
         """The socket is open."""
         super().connection_made(transport)
+        self._threshold = ReadThreshold(transport)
         self._surplus = len(self.connections) > self.front.max_connections
 
     # ---------------------------------------------------------------- bytes in
@@ -148,7 +151,9 @@ class HttpSession(HttpToolsProtocol):
         self._since = self.loop.time()
         exchange = self.cycle
         assert type(exchange) is InferExchange
-        if exchange.body_filled(count):
+        complete = exchange.body_filled(count)
+        self._threshold.expect(len(exchange.unfilled))
+        if complete:
             # The parser did not see this body, so another one goes on after it.
             self._new_parser()
             self._missing = 0
@@ -435,6 +440,8 @@ class HttpSession(HttpToolsProtocol):
                 self.transport.abort()
         elif waiting_for_client and not self.flow.read_paused and now - self._since > limit:
             self.transport.close()
+        elif now - self._since > SLOW_SECONDS and not self.transport.is_closing():
+            self._threshold.clear()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The client has gone: cancel what it asked for."""

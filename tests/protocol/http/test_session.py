@@ -10,13 +10,16 @@ from collections.abc import AsyncIterator
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
+from npuserve.protocol.http.read_threshold import PIECE_BYTES
 from npuserve.protocol.http.session import (
     DISCARD_SECONDS,
     HEAD_SECONDS,
     MAX_HEAD_BYTES,
+    READ_BYTES,
+    SLOW_SECONDS,
     STALL_SECONDS,
 )
 from npuserve.response import InferenceResponse
@@ -378,3 +381,51 @@ async def test_no_response_at_all_is_an_error() -> None:
     held.requests.get_nowait().deliver(None, final=True)
     assert wire.statuses == [500]
     wire.close()
+
+
+LARGE = post_binary(*infer_binary(bytes(2 * PIECE_BYTES + 500_000), id="large"))
+
+
+@given(st.lists(st.integers(1, len(LARGE) - 1), max_size=8))
+@example([len(LARGE) - 1])
+@example([len(LARGE) - PIECE_BYTES - 1, len(LARGE) - PIECE_BYTES])
+def test_no_byte_of_a_large_body_is_left_in_the_kernel(cuts: list[int]) -> None:
+    """The threshold is never above what is still to come, and is gone after the body."""
+    places = sorted({0, *cuts, len(LARGE)})
+    pieces = [LARGE[a:b] for a, b in itertools.pairwise(places)]
+    wire = in_loop([*pieces, post(PATH, infer_json([1], id="next"))])
+    assert wire.ids == ["large", "next"]
+    assert wire.transport.socket.threshold == 1
+
+
+async def test_a_large_body_comes_in_large_pieces(server: FakeServer, wire: Wire) -> None:
+    """Until its client is slow: then each byte is seen, so that it is not taken for stalled."""
+    kernel = wire.transport.socket
+    wire.feed(LARGE[: READ_BYTES + 1])
+    assert kernel.threshold == PIECE_BYTES
+    start = server.loop.time()
+    wire.session.expire(start + SLOW_SECONDS - 0.5)
+    assert kernel.threshold == PIECE_BYTES
+    wire.session.expire(start + SLOW_SECONDS + 0.5)
+    assert kernel.threshold == 1
+    wire.feed(LARGE[READ_BYTES + 1 :])
+    assert (wire.ids, kernel.threshold) == (["large"], 1)
+
+
+async def test_an_encrypted_body_is_read_as_it_comes(server: FakeServer) -> None:
+    """Part of it may already be above the kernel, so there is no telling what the kernel gets."""
+    wire = Wire(server, {"sslcontext": object()})
+    wire.feed(LARGE[:-1])
+    assert wire.transport.socket.threshold == 1
+    wire.feed(LARGE[-1:])
+    assert wire.ids == ["large"]
+    wire.close()
+
+
+async def test_a_closing_connection_is_left_alone(server: FakeServer, wire: Wire) -> None:
+    """Its descriptor may already be another connection's."""
+    wire.feed(LARGE[:-1])
+    threshold = wire.transport.socket.threshold = 7
+    wire.transport.close()
+    wire.session.expire(server.loop.time() + SLOW_SECONDS + 1)
+    assert wire.transport.socket.threshold == threshold

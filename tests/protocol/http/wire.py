@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import socket
 from typing import Any
 
 import uvicorn
@@ -17,11 +18,36 @@ from npuserve.protocol.shared_memory import SharedMemoryRegistry
 from tests.protocol.http.fakes import FakeServer
 
 
-class FakeTransport(asyncio.Transport):
-    """Collects what is written."""
+class FakeSocket:
+    """Has addresses, and the one option that the front end sets.
 
-    def __init__(self) -> None:
-        super().__init__()
+    Attributes:
+        threshold: SO_RCVLOWAT, in bytes.
+    """
+
+    threshold = 1
+
+    def getsockname(self) -> tuple[str, int]:
+        return "127.0.0.1", 8000
+
+    def getpeername(self) -> tuple[str, int]:
+        return "127.0.0.1", 50000
+
+    def setsockopt(self, level: int, option: int, value: int) -> None:
+        assert (level, option) == (socket.SOL_SOCKET, socket.SO_RCVLOWAT)
+        self.threshold = value
+
+
+class FakeTransport(asyncio.Transport):
+    """Collects what is written.
+
+    Attributes:
+        socket: below it.
+    """
+
+    def __init__(self, **extra: Any) -> None:
+        self.socket = FakeSocket()
+        super().__init__({"socket": self.socket, **extra})
         self.written = bytearray()
         self._reading = True
         self.closed = False
@@ -60,7 +86,9 @@ class Wire:
         session: for its time-outs.
     """
 
-    def __init__(self, server: FakeServer, **settings: Any) -> None:
+    def __init__(
+        self, server: FakeServer, extra: dict[str, Any] | None = None, **settings: Any
+    ) -> None:
         options = ServerOptions(http_port=0, **settings)
         self._service = InferService(server, options, SharedMemoryRegistry())  # type: ignore[arg-type]
         config = uvicorn.Config(_no_application, lifespan="off", ws="none", log_config=None)
@@ -68,7 +96,8 @@ class Wire:
         self._connection = connection_class(FrontEnd(options, self._service))(
             config=config, server_state=ServerState(), app_state={}, _loop=server.loop
         )
-        self.transport = FakeTransport()
+        self._waiting = bytearray()
+        self.transport = FakeTransport(**(extra or {}))
         self._connection.connection_made(self.transport)
         self.session = self._connection.session
 
@@ -88,15 +117,17 @@ class Wire:
         return re.findall(r'"id":"(\w+)"', self.written.decode("latin-1"))
 
     def feed(self, data: bytes) -> None:
-        """Receive bytes as an event loop does, in as many reads as the buffers ask for."""
-        view = memoryview(data)
-        while view and not self.transport.closed:
+        """Receive bytes as an event loop does, in as many reads as the buffers ask for.
+
+        Fewer than the socket's threshold wait, as in the kernel.
+        """
+        self._waiting += data
+        while len(self._waiting) >= self.transport.socket.threshold and not self.transport.closed:
             place = self._connection.get_buffer(-1)
-            count = min(len(place), len(view))
-            place[:count] = view[:count]
-            del place
+            count = min(len(place), len(self._waiting))
+            place[:count] = self._waiting[:count]
+            del place, self._waiting[:count]
             self._connection.buffer_updated(count)
-            view = view[count:]
 
     def hang_up(self) -> None:
         """The client is gone."""
