@@ -12,16 +12,30 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from npuserve._proto.model_config_pb2 import ModelOptimizationPolicy
 from npuserve.backends.worker.environment import device_number
 from npuserve.backends.worker.process import ForkServer, OutputReader, WorkerProcess
 from npuserve.backends.worker.services import ModelServices
 from npuserve.model_config import config_to_json
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from npuserve.backends.base import BackendModelContext, Placement
     from npuserve.backends.worker.call_graph import Caller
     from npuserve.backends.worker.settings import WorkerSettings
     from npuserve.buffer_pool import BufferPool
+
+# How much nicer than the server its workers are, by `optimization { priority }`. Each request
+# needs the event loop for a moment; a loop that waits until a model has used up its time slice
+# holds up all models.
+# Differs from Triton: the priority means nothing to its python backend.
+_NICENESS: Mapping[int, int] = {
+    ModelOptimizationPolicy.PRIORITY_DEFAULT: 10,
+    ModelOptimizationPolicy.PRIORITY_MAX: 0,
+    ModelOptimizationPolicy.PRIORITY_MIN: 19,
+}
+_MOST_NICE = 19
 
 
 def model_spec(context: BackendModelContext, placement: Placement | None, file: Path) -> Any:
@@ -85,11 +99,17 @@ class Launcher:
         process, output = await start_worker(
             self.fork_server, peer, self.settings.start_timeout_s, self.log, self.placement.name
         )
-        if self.placement.cpu_cores:
-            # Before the INIT message: the threads that runtimes start inherit it.
-            with contextlib.suppress(ProcessLookupError):  # its death is noticed elsewhere
-                os.sched_setaffinity(process.pid, self.placement.cpu_cores)
+        with contextlib.suppress(ProcessLookupError):  # its death is noticed elsewhere
+            self._schedule(process.pid)
         return process, output
+
+    def _schedule(self, pid: int) -> None:
+        """Set cores and niceness; before the INIT message, so that all its threads inherit them."""
+        if self.placement.cpu_cores:
+            os.sched_setaffinity(pid, self.placement.cpu_cores)
+        niceness = _NICENESS[self.context.config.optimization.priority]
+        own = os.getpriority(os.PRIO_PROCESS, 0)
+        os.setpriority(os.PRIO_PROCESS, pid, min(own + niceness, _MOST_NICE))
 
 
 async def start_worker(

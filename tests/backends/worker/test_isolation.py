@@ -406,3 +406,31 @@ async def test_fork_server_that_ended_unnoticed(tmp_path: Path) -> None:
             async with asyncio.timeout(60):
                 while (await models.infer()).error:  # it meets the dying worker, perhaps
                     pass
+
+
+NICENESS = """
+import threading
+
+class TritonPythonModel:
+    def execute(self, requests):
+        found = []
+        thread = threading.Thread(target=lambda: found.append(os.nice(0)))
+        thread.start()
+        thread.join()
+        return [response(np.array([os.nice(0), *found], np.float32)) for r in requests]
+"""
+
+
+@pytest.mark.parametrize(
+    ("optimization", "niceness"),
+    [("", 10), ("priority: PRIORITY_MAX", 0), ("priority: PRIORITY_MIN", 19)],
+    ids=["default", "max", "min"],
+)
+async def test_a_worker_is_nicer_than_the_server(
+    tmp_path: Path, optimization: str, niceness: int
+) -> None:
+    """Its threads too; by how much, the model's configuration says."""
+    config = CONFIG + f"optimization {{ {optimization} }}\n"
+    expected = min(os.nice(0) + niceness, 19)
+    async with served_model(tmp_path, NICENESS, config) as models:
+        assert (await models.infer()).value == [expected, expected]
