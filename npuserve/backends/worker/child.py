@@ -492,6 +492,8 @@ class Worker:
         """See `Port.wait_async`."""
         loop = asyncio.get_running_loop()
         if self._loop is None:  # a loop of the model's own: nobody reads but who waits
+            if not mailbox.items:
+                self._tell_waiting(mailbox)
             return await loop.run_in_executor(None, self.wait, mailbox)
         if not mailbox.items:
             arrived = asyncio.Event()

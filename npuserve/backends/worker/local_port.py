@@ -45,11 +45,19 @@ class LocalPort:
         self._arrived = threading.Condition()
         self._next_call = 0
         self._posts_answers = False
+        self._model_loop: asyncio.AbstractEventLoop | None = None
         self.main_thread = 0
 
-    def post_answers_to(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Batches are those of a `LoopInstance`: they are touched on this loop only."""
+    def post_answers_to(
+        self, loop: asyncio.AbstractEventLoop, model_loop: asyncio.AbstractEventLoop
+    ) -> None:
+        """Batches are those of a `LoopInstance`: they are touched on this loop only.
+
+        Args:
+            model_loop: where the coroutines of the model run side by side.
+        """
         self._loop = loop
+        self._model_loop = model_loop
         self._posts_answers = True
 
     def close(self) -> None:
@@ -139,17 +147,23 @@ class LocalPort:
 
     def wait(self, mailbox: Mailbox) -> Any:
         """See `Port.wait`."""
-        if not (mailbox.items or mailbox.awaited) and self.main_thread == threading.get_ident():
-            mailbox.awaited = True
-            self.post(self._services.waits, mailbox.handle)
+        self._tell_waiting(mailbox)
         with self._arrived:
             while not mailbox.items:
                 self._arrived.wait()
             return mailbox.items.popleft()
 
+    def _tell_waiting(self, mailbox: Mailbox) -> None:
+        """Nothing else goes on in this instance while its main thread waits."""
+        if not (mailbox.items or mailbox.awaited) and self.main_thread == threading.get_ident():
+            mailbox.awaited = True
+            self.post(self._services.waits, mailbox.handle)
+
     async def wait_async(self, mailbox: Mailbox) -> Any:
         """See `Port.wait_async`."""
         loop = asyncio.get_running_loop()
+        if loop is not self._model_loop:  # one that the model runs within `execute`
+            self._tell_waiting(mailbox)
         arrived = asyncio.Event()
         with self._arrived:
             if mailbox.items:

@@ -178,7 +178,7 @@ class AsyncThreadInstance(LoopInstance):
     async def initialize(self) -> None:
         """See `LoopInstance.initialize`."""
         self._server_loop = asyncio.get_running_loop()
-        self._model.port.post_answers_to(self._server_loop)
+        self._model.port.post_answers_to(self._server_loop, self._loop)
         self._ended = self._server_loop.create_future()
         threading.Thread(target=self._serve, name=f"instance-{self._name}", daemon=True).start()
         await self._in_thread(self._model.initialize)

@@ -229,6 +229,34 @@ class TritonPythonModel:
         assert [json.loads(answer)[0] for answer in answers] == [1, 2, 3]
 
 
+OWN_LOOP = """
+import asyncio
+
+class TritonPythonModel:
+    def execute(self, requests):
+        for r in requests:
+            sender = r.get_response_sender()
+            sender.send(report([outcome(a) for a in asyncio.run(self.ask(r))]))
+            sender.send(flags=1)
+
+    async def ask(self, r):
+        other = make(r, "double").async_exec()
+        (answer,) = [a async for a in await make(r, "m").async_exec(decoupled=True)]
+        return [answer, await other]
+"""
+
+
+async def test_model_that_awaits_itself_in_its_own_loop(tmp_path: Path, execution: str) -> None:
+    """A decoupled model that runs asyncio within execute is as occupied as one that blocks."""
+    write_model(tmp_path, "m", CALLER + OWN_LOOP, DECOUPLED)
+    write_model(tmp_path, "double", DOUBLE)
+    async with served(tmp_path, execution) as models:
+        for _ in range(2):
+            itself, other = json.loads((await models.infer("m", {"IN": np.array([1, 2], np.float32)})).text)
+            assert "could never be answered" in itself
+            assert other == [[2, 4]]
+
+
 async def test_model_loads_another(repository: Path, execution: str) -> None:
     """load_model works in explicit mode, and its failures have Triton's prefix."""
     async with served(
