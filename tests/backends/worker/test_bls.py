@@ -252,7 +252,8 @@ async def test_model_that_awaits_itself_in_its_own_loop(tmp_path: Path, executio
     write_model(tmp_path, "double", DOUBLE)
     async with served(tmp_path, execution) as models:
         for _ in range(2):
-            itself, other = json.loads((await models.infer("m", {"IN": np.array([1, 2], np.float32)})).text)
+            call = await models.infer("m", {"IN": np.array([1, 2], np.float32)})
+            itself, other = json.loads(call.text)
             assert "could never be answered" in itself
             assert other == [[2, 4]]
 
