@@ -13,6 +13,8 @@ import pytest
 
 from npuserve._proto import grpc_service_pb2 as pb
 from npuserve.protocol.grpc import codec
+from npuserve.protocol.grpc.infer import InferFrontEnd
+from npuserve.protocol.grpc.transport import Call
 from npuserve.tensor import pack_strings
 from tests.protocol.grpc.conftest import Rig, request
 from tests.protocol.grpc.fakes import response_of
@@ -29,13 +31,20 @@ def typed(model: str = "echo", *, id: str = "", datatype: str = "BYTES") -> pb.M
 
 
 class Gate:
-    """Stands before the decoding of requests in threads; that on the loop goes on."""
+    """Stands before the decoding of requests in threads; that on the loop goes on.
+
+    Attributes:
+        call: whose request came last.
+    """
+
+    call: Call
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._loop_thread = threading.get_ident()
         self._open = threading.Event()
         self._decode = codec.to_inference_request
+        self._decode_in_thread = InferFrontEnd.decode_in_thread
         self.reached = asyncio.Event()
 
     def open(self) -> None:
@@ -49,11 +58,35 @@ class Gate:
             self._open.wait()
         return self._decode(*arguments)
 
+    def decode_in_thread(
+        self, front: InferFrontEnd, decode: Any, plan: Any, call: Call, *rest: Any
+    ) -> Any:
+        """In place of `InferFrontEnd.decode_in_thread`."""
+        self.call = call
+        return self._decode_in_thread(front, decode, plan, call, *rest)
+
+    def left(self) -> asyncio.Event:
+        """Set when the server has learnt that the client of `call` gave up."""
+        left, tell = asyncio.Event(), self.call.on_cancel
+        assert tell is not None
+
+        def cancelled() -> None:
+            tell()
+            left.set()
+
+        self.call.on_cancel = cancelled
+        return left
+
 
 @pytest.fixture
 async def gate(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Gate]:
     gate = Gate()
     monkeypatch.setattr(codec, "to_inference_request", gate.decode)
+    monkeypatch.setattr(
+        InferFrontEnd,
+        "decode_in_thread",
+        lambda front, *arguments: gate.decode_in_thread(front, *arguments),
+    )
     yield gate
     gate.open()
 
@@ -112,8 +145,9 @@ async def test_a_client_that_leaves_is_not_served(rig: Rig, gate: Gate, unary: b
         call = stream.call
         await stream.write(typed("hold"))
     await gate.reached.wait()
+    left = gate.left()
     call.cancel()
-    await rig.infer(request())
+    await left.wait()
     gate.open()
     await rig.infer(typed())
     assert rig.core.held.empty()
