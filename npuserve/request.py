@@ -35,10 +35,12 @@ class Checked:
     Attributes:
         by: the validator of the model version for which it holds.
         batch_size: of such a request.
+        strings: BYTES inputs with their numbers of elements; their contents remain to be checked.
     """
 
     by: object
     batch_size: int
+    strings: tuple[tuple[str, int], ...] = ()
 
 
 class InferenceRequest:

@@ -155,7 +155,7 @@ class Model:
         """
         checked = request.checked
         if checked is not None and checked.by is self.validator:
-            request.batch_size = checked.batch_size
+            request.batch_size = self.validator.check_again(request, checked)
         else:
             request.batch_size = self.validator.check(request)
         request.model = self

@@ -86,8 +86,6 @@ class RequestValidator:
         self.output_names = tuple(self.outputs)
         self._required = sum(not spec.optional for spec in self.inputs.values())
         self._reshapes = any(spec.reshape is not None for spec in self.inputs.values())
-        # The contents of strings have to be looked at each time.
-        self._strings = any(spec.datatype == "BYTES" for spec in self.inputs.values())
         # (input name, datatype, shape) → (size in bytes or -1 for BYTES, batch size, elements)
         self._known: dict[tuple[str, str, tuple[int, ...]], tuple[int, int, int]] = {}
 
@@ -102,6 +100,7 @@ class RequestValidator:
         """
         self._check_names(request)
         batch_size = -1
+        strings: tuple[tuple[str, int], ...] = ()
         for tensor in request.inputs.values():
             key = (tensor.name, tensor.datatype, tuple(tensor.shape))
             size, batch, elements = self._known.get(key) or self._learn(request, key)
@@ -113,6 +112,7 @@ class RequestValidator:
             batch_size = batch
             if size < 0:
                 self._check_strings(request, tensor, elements)
+                strings += ((tensor.name, elements),)
             elif len(tensor.data) != size:
                 raise InvalidArgumentError(
                     f"{request_prefix(request.id)}input byte size mismatch for input "
@@ -122,9 +122,15 @@ class RequestValidator:
         batch_size = max(batch_size, 0)
         if self._reshapes:
             self._apply_reshape(request)
-        elif not self._strings:
-            request.checked = Checked(self, batch_size)
+        else:
+            request.checked = Checked(self, batch_size, strings)
         return batch_size
+
+    def check_again(self, request: InferenceRequest, proof: Checked) -> int:
+        """`check` for a request of which `proof`, of this validator, holds."""
+        for name, elements in proof.strings:
+            self._check_strings(request, request.inputs[name], elements)
+        return proof.batch_size
 
     def _check_names(self, request: InferenceRequest) -> None:
         for name in request.requested_outputs:

@@ -8,7 +8,7 @@ from google.protobuf import text_format
 
 from npuserve.errors import InvalidArgumentError
 from npuserve.model_config import ModelConfig
-from npuserve.request import InferenceRequest
+from npuserve.request import Checked, InferenceRequest
 from npuserve.server.validation import RequestValidator, reshaped
 from npuserve.tensor import Tensor
 
@@ -125,13 +125,22 @@ def test_reshape_carries_variable_sizes_over_in_order() -> None:
     assert list(reshaped(tensor, [2, 4, -1, 6], [8, -1, 1, 6], False).shape) == [8, 7, 1, 6]
 
 
-def test_a_valid_request_without_strings_carries_a_proof() -> None:
-    """A front end may put it on a request that is alike; strings have to be looked at each time."""
+def test_a_valid_request_carries_a_proof() -> None:
+    """A front end may put it on a request that is alike."""
     plain = validator(CONFIG.split('input { name: "T"')[0])
     asked = request(fp32("A", 2, 2, 5))
     plain.check(asked)
-    assert asked.checked is not None
-    assert (asked.checked.by, asked.checked.batch_size) == (plain, 2)
-    with_text = request(fp32("A", 1, 2, 3))
-    validator().check(with_text)
-    assert with_text.checked is None
+    assert asked.checked == Checked(plain, 2)
+    assert plain.check_again(request(fp32("A", 2, 2, 5)), asked.checked) == 2
+
+
+def test_a_proof_leaves_strings_to_be_looked_at() -> None:
+    """As many bytes may hold more or fewer elements."""
+    model, other = validator(), fp32("A", 1, 2, 3)
+    asked = request(other, text("T", [1, 1], b"abcd"))
+    model.check(asked)
+    proof = asked.checked
+    assert proof == Checked(model, 1, (("T", 1),))
+    assert model.check_again(request(other, text("T", [1, 1], b"efgh")), proof) == 1
+    with pytest.raises(InvalidArgumentError, match="unexpected number of string elements 2"):
+        model.check_again(request(other, text("T", [1, 1], b"", b"")), proof)

@@ -48,6 +48,7 @@ _NUMPY_TO_TRITON: dict[Any, int] = {value: key for key, value in _TRITON_TO_NUMP
 _NUMPY_TO_TRITON[np.bytes_] = _STRING
 
 _LENGTH = struct.Struct("<I")
+_OBJECT = np.dtype(np.object_)
 
 
 def triton_string_to_numpy(triton_type_string: str) -> Any:
@@ -112,8 +113,7 @@ def deserialize_bytes_tensor(encoded_tensor: Any) -> Array:
 
 
 def _object_array(elements: list[bytes], shape: Any) -> Array:
-    array = np.empty(len(elements), dtype=np.object_)
-    array[:] = elements
+    array = np.array(elements, _OBJECT)  # NumPy takes bytes for scalars, whatever their length
     return array if shape is None else array.reshape(shape)
 
 

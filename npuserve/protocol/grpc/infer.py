@@ -133,10 +133,12 @@ class InferFrontEnd:
             model_version=template.version,
             requested_outputs=template.requested_outputs,
         )
+        request.checked = template.checked
         if self._header_pattern is not None:
             self._forward_headers(request, call.metadata)
         call.on_cancel = request.cancel
         self.submit(request, plan, call)
+        template.checked = request.checked
 
     def check_open(self) -> None:
         """Refuse new requests once the server is going down."""

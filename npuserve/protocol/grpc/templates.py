@@ -8,7 +8,8 @@ comparison of bytes. The slow way in `codec.py` gives the same result; tests run
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from npuserve.buffer_pool import LARGE_TENSOR_BYTES
 from npuserve.protocol.grpc.codec import (
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
     from npuserve._proto import grpc_service_pb2 as pb
     from npuserve.protocol.grpc.codec import Parts
+    from npuserve.request import Checked
 
 _RAW_INPUT_TAG = b"\x3a"  # ModelInferRequest.raw_input_contents = 7, length-delimited
 _ID_TAG = b"\x1a"  # ModelInferResponse.id = 3, length-delimited
@@ -40,13 +42,15 @@ _FINAL_PARAMETER = {
 }
 
 
-class RequestTemplate(NamedTuple):
+@dataclass(slots=True)
+class RequestTemplate:
     """A request without its tensor bytes.
 
     Attributes:
         prefix: everything before the first tensor's bytes.
         separators: (offset, bytes) of what stands between tensors.
         inputs: name, datatype, shape, start and end of the bytes of each.
+        checked: the core's proof that such requests are valid, once it has seen one.
     """
 
     prefix: bytes
@@ -55,6 +59,7 @@ class RequestTemplate(NamedTuple):
     version: int
     requested_outputs: tuple[str, ...]
     inputs: tuple[tuple[str, str, tuple[int, ...], int, int], ...]
+    checked: Checked | None = None
 
     def tensors(self, data: Buffer) -> dict[str, Tensor]:
         """The inputs of a message that matched; they are small and copied."""
