@@ -52,7 +52,8 @@ class JobQueue(Generic[_Job]):
 class Mailbox:
     """Calls to be made on the loop's thread, in the order posted; from any thread.
 
-    One wake-up serves all that is posted until the loop comes to it.
+    One wake-up serves all that is posted until the loop comes to it. A call that raises is reported
+    to the loop's exception handler and holds up none of those behind it.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -86,8 +87,17 @@ class Mailbox:
         self._announced = False
         calls = self._calls
         while calls:
-            function, args = calls.popleft()
-            function(*args)
+            try:
+                while calls:
+                    function, args = calls.popleft()
+                    function(*args)
+            except (KeyboardInterrupt, SystemExit):
+                self._loop.call_soon(self._open)  # what is left, if the loop is run once more
+                raise
+            except BaseException as error:  # as the loop does with what it calls itself
+                self._loop.call_exception_handler(
+                    {"message": "Exception in a call posted to the loop", "exception": error}
+                )
 
     def close(self) -> None:
         """Free the descriptor; what threads that were left behind post still arrives."""

@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from npuserve.server.handover import JobQueue, Mailbox
 
@@ -86,6 +89,122 @@ async def test_a_call_may_post_the_next_one() -> None:
     async with asyncio.timeout(60):
         await ended.wait()
     mailbox.close()
+
+
+class Calls:
+    """Calls posted to a loop by several threads, some of which raise; each says when it was made.
+
+    Args:
+        plan: for each thread, whether each of its calls raises.
+    """
+
+    def __init__(self, plan: list[list[bool]]) -> None:
+        self.plan = plan
+        self.loop = asyncio.get_running_loop()
+        self.loop.set_exception_handler(self._report)
+        self.mailbox = Mailbox(self.loop)
+        self.made: list[tuple[int, int]] = []
+        self.reported: list[Any] = []
+        self.all_made = asyncio.Event()
+        self.first_turn: asyncio.Future[int] = self.loop.create_future()  # calls made in it
+        self.threads = [threading.Thread(target=self._post, args=(n,)) for n in range(len(plan))]
+        for thread in self.threads:
+            thread.start()
+
+    def _report(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        self.reported.append(context["exception"].args)
+
+    def _post(self, thread: int) -> None:
+        for number in range(len(self.plan[thread])):
+            self.mailbox.post(self._call, thread, number)
+
+    def _call(self, thread: int, number: int) -> None:
+        if not self.made:
+            self.loop.call_soon(lambda: self.first_turn.set_result(len(self.made)))
+        self.made.append((thread, number))
+        if len(self.made) == sum(map(len, self.plan)):
+            self.all_made.set()
+        if self.plan[thread][number]:
+            raise RuntimeError(thread, number)
+
+    def check(self) -> None:
+        """Each call was made once, in its thread's order; each exception was reported once."""
+        for thread, calls in enumerate(self.plan):
+            assert [n for t, n in self.made if t == thread] == list(range(len(calls)))
+        assert self.reported == [(t, n) for t, n in self.made if self.plan[t][n]]
+
+
+plans = st.lists(st.lists(st.booleans(), min_size=1, max_size=20), min_size=1, max_size=4)
+
+
+@given(plans)
+def test_calls_behind_one_that_raises_are_made_in_the_same_turn(plan: list[list[bool]]) -> None:
+    """Whichever of them raise; the loop's exception handler hears of each."""
+
+    async def main() -> None:
+        calls = Calls(plan)
+        for thread in calls.threads:
+            thread.join()  # all is posted before the loop goes on
+        assert await calls.first_turn == sum(map(len, plan))
+        calls.check()
+        calls.mailbox.close()
+
+    asyncio.run(main())
+
+
+@given(plans)
+def test_calls_that_raise_while_others_are_posted_lose_none(plan: list[list[bool]]) -> None:
+    """However the threads and the turns of the loop fall together."""
+
+    async def main() -> None:
+        calls = Calls(plan)
+        async with asyncio.timeout(60):
+            await calls.all_made.wait()
+        for thread in calls.threads:
+            thread.join()
+        calls.check()
+        calls.mailbox.close()
+
+    asyncio.run(main())
+
+
+def test_calls_behind_one_that_ends_the_loop_are_made_when_it_goes_on() -> None:
+    """The tasks that are cleaned up then may wait for them."""
+    loop = asyncio.new_event_loop()
+    mailbox = Mailbox(loop)
+    got: list[str] = []
+
+    def leave() -> None:
+        raise SystemExit
+
+    mailbox.post(leave)
+    mailbox.post(got.append, "behind")
+    with pytest.raises(SystemExit):
+        loop.run_forever()
+    assert not got
+    loop.run_until_complete(asyncio.sleep(0))
+    assert got == ["behind"]
+    mailbox.close()
+    loop.close()
+
+
+async def test_closing_makes_the_calls_behind_one_that_raises() -> None:
+    """Whoever closes is not the one to hear of it."""
+    reported: list[Any] = []
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, context: reported.append(context["exception"]))
+    mailbox = Mailbox(loop)
+    got: list[str] = []
+    error = RuntimeError("broken")
+
+    def fail() -> None:
+        raise error
+
+    mailbox.post(fail)
+    mailbox.post(got.append, "behind")
+    mailbox.close()
+    assert got == ["behind"]
+    assert reported == [error]
 
 
 async def test_what_is_posted_late_still_arrives() -> None:
