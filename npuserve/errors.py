@@ -87,6 +87,14 @@ class InvalidConfigError(InvalidArgumentError):
         super().__init__(text)
         self.field = field
 
+    @classmethod
+    def of_parameter(cls, key: str, text: str) -> InvalidConfigError:
+        """The rule is about the value of this `parameters` entry.
+
+        Or of the backend's option of that name on the command line, where it is given there only.
+        """
+        return cls(text, f'parameters["{key}"]')
+
 
 class UnavailableError(NpuserveError):
     """Not now: not ready, stopping, queue full or timed out in the queue."""

@@ -33,6 +33,7 @@ from npuserve.backends.npu_batch import Group, OutputWriter, group_requests
 from npuserve.errors import (
     InternalError,
     InvalidArgumentError,
+    InvalidConfigError,
     NpuserveError,
     UnavailableError,
 )
@@ -147,8 +148,8 @@ class AisBenchInstance(ModelInstance):
                 return "dymbatch"
             return "dymshape" if is_dynamic else "static"
         if mode not in MODES:
-            raise InvalidArgumentError(
-                f"parameter 'mode' is '{mode}'; ais_bench has {', '.join(MODES)}"
+            raise InvalidConfigError.of_parameter(
+                "mode", f"parameter 'mode' is '{mode}'; ais_bench has {', '.join(MODES)}"
             )
         return mode
 
@@ -225,8 +226,8 @@ def _gears(text: str) -> list[int]:
     try:
         return sorted(int(part) for part in text.split(",") if part.strip())
     except ValueError as error:
-        raise InvalidArgumentError(
-            f"parameter 'gears' is '{text}'; batch sizes are expected"
+        raise InvalidConfigError.of_parameter(
+            "gears", f"parameter 'gears' is '{text}'; batch sizes are expected"
         ) from error
 
 
@@ -234,7 +235,7 @@ def _custom_sizes(text: str) -> int | list[int]:
     try:
         sizes = [int(part) for part in text.split(",")]
     except ValueError as error:
-        raise InvalidArgumentError(
-            f"parameter 'custom_sizes' is '{text}'; numbers of bytes are expected"
+        raise InvalidConfigError.of_parameter(
+            "custom_sizes", f"parameter 'custom_sizes' is '{text}'; numbers of bytes are expected"
         ) from error
     return sizes[0] if len(sizes) == 1 else sizes

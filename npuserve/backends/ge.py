@@ -39,7 +39,7 @@ from npuserve.backends.npu_signature import (
 )
 from npuserve.backends.om import positive_number
 from npuserve.backends.onnx_graph import read_signature
-from npuserve.errors import InvalidArgumentError, NotFoundError, UnavailableError
+from npuserve.errors import InvalidConfigError, NotFoundError, UnavailableError
 from npuserve.model_config import datatype_name
 
 if TYPE_CHECKING:
@@ -92,9 +92,10 @@ class GeBackend(Backend):
         default = context.backend_options.get("default-max-batch-size")
         parameters = merged_parameters(context)
         if _INSERT_OP_CONF in parameters:
-            raise InvalidArgumentError(
+            raise InvalidConfigError.of_parameter(
+                _INSERT_OP_CONF,
                 f"model '{context.name}' has '{_INSERT_OP_CONF}': write all of input and output; "
-                "clients send what AIPP takes, not what the ONNX file does"
+                "clients send what AIPP takes, not what the ONNX file does",
             )
         if parameters.get("static_model") == "1":
             default = "0"
@@ -180,7 +181,7 @@ def atc_flags(
     """Flags for atc: the chip, the shapes that the configuration asks for, and what was given.
 
     Raises:
-        InvalidArgumentError: static_model without complete dims.
+        InvalidConfigError: static_model without complete dims.
         UnavailableError: no card tells its chip.
     """
     flags = {
@@ -223,9 +224,10 @@ def _shape_flags(config: ModelConfig, parameters: Mapping[str, str], path: Path)
     is_ragged = bool(batch_tensor_settings(config))
     is_fixed = not is_ragged and all(-1 not in dims for dims in shapes.values())
     if parameters.get("static_model") == "1" and (batching or not is_fixed):
-        raise InvalidArgumentError(
+        raise InvalidConfigError.of_parameter(
+            "static_model",
             "static_model needs fixed shapes: leave max_batch_size out and write whole dims "
-            f"without -1 (now: max_batch_size {config.max_batch_size}, {shapes})"
+            f"without -1 (now: max_batch_size {config.max_batch_size}, {shapes})",
         )
     flags: dict[str, str] = {}
     leading: list[int] = []
@@ -260,14 +262,15 @@ def batch_gears(config: ModelConfig, asked: str | None) -> list[int]:
     """Batch sizes to compile for: as asked, else powers of two, preferred sizes and the maximum.
 
     Raises:
-        InvalidArgumentError: the parameter is no list of numbers.
+        InvalidConfigError: the parameter is no list of numbers.
     """
     if asked is not None:
         try:
             return sorted({int(size) for size in asked.split(",")})
         except ValueError as error:
-            raise InvalidArgumentError(
-                f"parameter 'dynamic_batch_size' is '{asked}'; write batch sizes, such as 1,2,4"
+            raise InvalidConfigError.of_parameter(
+                "dynamic_batch_size",
+                f"parameter 'dynamic_batch_size' is '{asked}'; write batch sizes, such as 1,2,4",
             ) from error
     maximum: int = config.max_batch_size
     gears = {1 << power for power in range(maximum.bit_length()) if 1 << power <= maximum}
@@ -281,13 +284,13 @@ def assign_devices(
     """For every instance the cards it loads the model on, one entry a load.
 
     Raises:
-        InvalidArgumentError: a parameter is no (list of) number(s).
+        InvalidConfigError: a parameter is no (list of) number(s).
     """
     asked = parameters.get("device_ids", "")
     cards = [int(card) for card in asked.split(",") if card.strip().isdigit()]
     if asked and len(cards) != len(asked.split(",")):
-        raise InvalidArgumentError(
-            f"parameter 'device_ids' is '{asked}'; write card numbers, such as 0,1"
+        raise InvalidConfigError.of_parameter(
+            "device_ids", f"parameter 'device_ids' is '{asked}'; write card numbers, such as 0,1"
         )
     instances = len(placements)
     if not cards:

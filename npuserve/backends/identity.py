@@ -86,7 +86,7 @@ def _delay_s(context: BackendModelContext) -> float:
     try:
         return float(text) / 1e3
     except ValueError:
-        raise InvalidConfigError(
+        raise InvalidConfigError.of_parameter(
+            "execute_delay_ms",
             f"model '{context.name}': parameter execute_delay_ms must be a number, got '{text}'",
-            'parameters["execute_delay_ms"]',
         ) from None

@@ -28,7 +28,7 @@ from npuserve.backends.npu_signature import (
     refuse_batch_tensors,
     signature_of,
 )
-from npuserve.errors import InvalidArgumentError, NotFoundError
+from npuserve.errors import InvalidConfigError, NotFoundError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -61,9 +61,10 @@ class OmBackend(Backend):
         if engine_of(context) == "ais_bench":
             refuse_batch_tensors(context.config, "engine 'ais_bench'")
             if aipp:
-                raise InvalidArgumentError(
+                raise InvalidConfigError.of_parameter(
+                    min(aipp),
                     f"parameter '{min(aipp)}' of model '{context.name}' needs engine 'acl': "
-                    "ais_bench sets no dynamic AIPP"
+                    "ais_bench sets no dynamic AIPP",
                 )
             return [
                 AisBenchInstance(context, path, placement.device_id)
@@ -103,8 +104,9 @@ def engine_of(context: BackendModelContext) -> str:
     """Which library runs the model."""
     engine = context.parameters.get("engine") or context.backend_options.get("engine", "acl")
     if engine not in ("acl", "ais_bench"):
-        raise InvalidArgumentError(
-            f"parameter 'engine' of model '{context.name}' is '{engine}'; acl and ais_bench exist"
+        raise InvalidConfigError.of_parameter(
+            "engine",
+            f"parameter 'engine' of model '{context.name}' is '{engine}'; acl and ais_bench exist",
         )
     return engine
 
@@ -128,13 +130,15 @@ def positive_number(parameters: Mapping[str, str], name: str, default: int) -> i
     """A parameter that counts something.
 
     Raises:
-        InvalidArgumentError: no number above 0.
+        InvalidConfigError: no number above 0.
     """
     text = parameters.get(name)
     if text is None:
         return default
     if not text.isdigit() or int(text) < 1:
-        raise InvalidArgumentError(f"parameter '{name}' is '{text}'; a number above 0 is expected")
+        raise InvalidConfigError.of_parameter(
+            name, f"parameter '{name}' is '{text}'; a number above 0 is expected"
+        )
     return int(text)
 
 
@@ -142,12 +146,14 @@ def parse_cores(text: str) -> tuple[int, int]:
     """(cube, vector) of "cube|vector"; 0 for a side left empty.
 
     Raises:
-        InvalidArgumentError: another form.
+        InvalidConfigError: another form.
     """
     if not text:
         return 0, 0
     cube, bar, vector = text.partition("|")
     sides = [side.strip() for side in (cube, vector)]
     if not all(side == "" or side.isdigit() for side in sides) or not (bar or cube.strip()):
-        raise InvalidArgumentError(f"'{text}' is no core limit; write cube|vector, such as 12|24")
+        raise InvalidConfigError.of_parameter(
+            "aicore_num", f"'{text}' is no core limit; write cube|vector, such as 12|24"
+        )
     return int(sides[0] or 0), int(sides[1] or 0)

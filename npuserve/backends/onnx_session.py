@@ -310,8 +310,8 @@ def _number(context: BackendModelContext, name: str, default: int) -> int:
     try:
         return int(text)
     except ValueError:
-        raise InvalidArgumentError(
-            f"model '{context.name}': parameter {name} must be a whole number, got '{text}'"
+        raise InvalidConfigError.of_parameter(
+            name, f"model '{context.name}': parameter {name} must be a whole number, got '{text}'"
         ) from None
 
 

@@ -42,7 +42,7 @@ from npuserve.backends.torch_module import (
     positions,
     runtime,
 )
-from npuserve.errors import InternalError, InvalidArgumentError, NpuserveError
+from npuserve.errors import InternalError, InvalidArgumentError, InvalidConfigError, NpuserveError
 from npuserve.model_config import datatype_name
 from npuserve.response import InferenceResponse
 from npuserve.tensor import Tensor
@@ -96,8 +96,9 @@ class PytorchBackend(Backend):
             return load_module(path, device, context.parameters)
         if context.parameters.get("torchair"):
             # Nothing says that one compiled graph may run in several threads.
-            raise InvalidArgumentError(
-                f"model '{context.name}': ENABLE_WEIGHT_SHARING and torchair exclude each other"
+            raise InvalidConfigError.of_parameter(
+                "ENABLE_WEIGHT_SHARING",
+                f"model '{context.name}': ENABLE_WEIGHT_SHARING and torchair exclude each other",
             )
         key = (str(context.version_dir), device)
         with self._lock:

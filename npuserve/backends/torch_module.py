@@ -17,6 +17,7 @@ from npuserve.backends.registry import import_runtime
 from npuserve.errors import (
     InternalError,
     InvalidArgumentError,
+    InvalidConfigError,
     NotFoundError,
     NpuserveError,
     UnavailableError,
@@ -141,7 +142,7 @@ def load_module(path: Path, device: str, parameters: Mapping[str, str]) -> Torch
 
     Raises:
         InternalError: torch refused the file.
-        InvalidArgumentError, UnavailableError: it cannot be compiled as `torchair` asks.
+        InvalidConfigError, UnavailableError: it cannot be compiled as `torchair` asks.
     """
     torch = runtime()
     try:
@@ -162,7 +163,9 @@ def load_module(path: Path, device: str, parameters: Mapping[str, str]) -> Torch
     except Exception as error:  # torch raises whatever it likes for a bad file
         raise InternalError(f"failed to load model '{path.name}': {error}") from error
     if parameters.get("torchair"):
-        raise InvalidArgumentError("parameter 'torchair' needs a torch.export file (model.pt2)")
+        raise InvalidConfigError.of_parameter(
+            "torchair", "parameter 'torchair' needs a torch.export file (model.pt2)"
+        )
     schema = module.forward.schema
     names = [argument.name for argument in schema.arguments if argument.name != "self"]
     return TorchModule(module, names)
@@ -191,9 +194,10 @@ def _compiled(module: Any, mode: str, device: str, free: bool) -> Any:
     """
     import_runtime("torch_npu", "install the torch-npu release that fits torch and CANN")
     if device == "cpu":
-        raise InvalidArgumentError(
+        raise InvalidConfigError.of_parameter(
+            "torchair",
             "parameter 'torchair' compiles for NPU cards, the instance is on the CPU; place it "
-            "with kind: KIND_NPU"
+            "with kind: KIND_NPU",
         )
     torchair = import_runtime("torchair", "it comes with torch-npu")
     try:
@@ -204,7 +208,9 @@ def _compiled(module: Any, mode: str, device: str, free: bool) -> Any:
         config.mode = mode
     except ValueError as error:
         reason = str(error).partition("\n")[0]  # a traceback follows
-        raise InvalidArgumentError(f"parameter 'torchair' is '{mode}': {reason}") from error
+        raise InvalidConfigError.of_parameter(
+            "torchair", f"parameter 'torchair' is '{mode}': {reason}"
+        ) from error
     backend = torchair.get_npu_backend(compiler_config=config)
     return runtime().compile(module, backend=backend, dynamic=free, fullgraph=True)
 
@@ -266,13 +272,14 @@ def configure_threads(parameters: Mapping[str, str]) -> None:
     """Apply INTRA_OP_THREAD_COUNT to the calling thread, INTER_OP_THREAD_COUNT to the process.
 
     Raises:
-        InvalidArgumentError: no number above 0.
+        InvalidConfigError: no number above 0.
     """
     torch = runtime()
-    intra, inter = (parameters.get(f"{kind}_OP_THREAD_COUNT", "") for kind in ("INTRA", "INTER"))
-    for text in (intra, inter):
+    names = ("INTRA_OP_THREAD_COUNT", "INTER_OP_THREAD_COUNT")
+    intra, inter = (parameters.get(name, "") for name in names)
+    for name, text in zip(names, (intra, inter), strict=True):
         if text and not (text.isdigit() and int(text) > 0):
-            raise InvalidArgumentError(f"'{text}' is no thread count")
+            raise InvalidConfigError.of_parameter(name, f"'{text}' is no thread count")
     if intra:
         torch.set_num_threads(int(intra))
     if inter and int(inter) != torch.get_num_interop_threads():

@@ -90,16 +90,17 @@ def find_strategy(config: ModelConfig, model_dir: Path, version: int) -> Path | 
         candidates = (model_dir / str(version) / _FILE_NAME, model_dir / _FILE_NAME)
         return next((path for path in candidates if path.is_file()), None)
     path = Path(model_dir, config.parameters[_PARAMETER].string_value)
-    field = f'parameters["{_PARAMETER}"]'
     if not path.resolve().is_relative_to(model_dir.parent.resolve()):
-        raise InvalidConfigError("Batching library path escapes model repository.", field)
+        text = "Batching library path escapes model repository."
+        raise InvalidConfigError.of_parameter(_PARAMETER, text)
     if not path.is_file():
-        raise InvalidConfigError(f"Batching library path not found: {path}", field)
+        text = f"Batching library path not found: {path}"
+        raise InvalidConfigError.of_parameter(_PARAMETER, text)
     if path.suffix != ".py":
-        raise InvalidConfigError(
+        raise InvalidConfigError.of_parameter(
+            _PARAMETER,
             f"{path.name} is a compiled batching library; write its hooks in Python, in a file "
             f"{_FILE_NAME}",
-            field,
         )
     return path
 

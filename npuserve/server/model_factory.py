@@ -125,7 +125,7 @@ class ModelFactory:
         """
         config = ModelConfig()
         config.CopyFrom(loaded.config)
-        where = loaded.where
+        where = self._where(config, loaded.where)
         if self.members(config):
             decoupled = self.check_ensemble(config, where)
             config.model_transaction_policy.decoupled = decoupled
@@ -137,6 +137,17 @@ class ModelFactory:
             model = Model(context, backend, self._server.loop, namespace)
             await model.start(self._server, configure_pool=self._configure_pool, warm_up=run_warmup)
         return model
+
+    def _where(self, config: ModelConfig, in_file: Callable[[str], str]) -> Callable[[str], str]:
+        """`in_file`, but for parameters that only the command line gives: those are there."""
+
+        def where(field: str) -> str:
+            for key in self._options.backend_options(config.backend):
+                if field == f'parameters["{key}"]' and key not in config.parameters:
+                    return f" (--backend-config: {key})"
+            return in_file(field)
+
+        return where
 
     def _prepare(
         self, directory: ModelDirectory, loaded: LoadedConfig, version: int
@@ -153,10 +164,7 @@ class ModelFactory:
             model_dir=directory.path,
             version_dir=directory.path / str(version),
             placements=(),
-            backend_options={
-                **options.backend_config.get("", {}),
-                **options.backend_config.get(config.backend, {}),
-            },
+            backend_options=options.backend_options(config.backend),
             services=self._server,
         )
         if backend is not None:

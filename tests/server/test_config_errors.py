@@ -9,7 +9,8 @@ import pytest
 
 from npuserve.errors import InvalidArgumentError
 from npuserve.options import RateLimitResource
-from tests.backends.npu_models import affine
+from npuserve.testing.simulator import simulate
+from tests.backends.npu_models import affine, aipp_om, compile_om, parameters
 from tests.server.models import serve
 
 HEAD = """backend: "identity"
@@ -126,6 +127,103 @@ async def test_what_contradicts_the_models_file_is_located(tmp_path: Path) -> No
     text = await failure(tmp_path)
     assert "the model expects 2 dimensions" in text
     assert f" ({file}:5: input[0].dims)" in text
+
+
+def make_files(directory: Path, backend: str) -> None:
+    """What the backend loads, in so far as it looks at it before the parameters."""
+    if backend in ("om", "ge"):
+        affine(directory, ["n", 3])
+        if backend == "om":
+            compile_om(directory, "--input_shape=x:-1,3", "--dynamic_batch_size=1,4")
+        return
+    (directory / "1").mkdir(parents=True)
+    file = "model.py" if backend == "python" else "model.pt"
+    (directory / "1" / file).write_text("class TritonPythonModel: pass")
+
+
+TENSORS = """
+max_batch_size: 4
+input { name: "x" data_type: TYPE_FP32 dims: 3 }
+output { name: "y" data_type: TYPE_FP32 dims: 3 }
+instance_group { count: 1 %s }
+"""
+
+
+@pytest.mark.parametrize(
+    ("backend", "key", "value", "others", "rule"),
+    [
+        ("om", "engine", "other", {}, "acl and ais_bench exist"),
+        ("om", "pipeline_depth", "many", {}, "a number above 0"),
+        ("om", "aicore_num", "all", {}, "no core limit"),
+        ("om", "aipp_colour", "red", {}, "'aipp_colour' is unknown"),
+        ("om", "aipp_mean", "1", {}, "the model has no dynamic AIPP"),
+        ("om", "aipp_mean.x", "1", {"engine": "ais_bench"}, "needs engine 'acl'"),
+        ("om", "mode", "fast", {"engine": "ais_bench"}, "ais_bench has static"),
+        ("om", "gears", "few", {"engine": "ais_bench"}, "batch sizes are expected"),
+        ("om", "custom_sizes", "large", {"engine": "ais_bench"}, "numbers of bytes"),
+        ("ge", "device_ids", "first", {}, "write card numbers"),
+        ("ge", "device_exec_blocks", "0", {"device_ids": "0"}, "a number above 0"),
+        ("ge", "dynamic_batch_size", "few", {}, "write batch sizes"),
+        ("ge", "static_model", "1", {}, "leave max_batch_size out"),
+        ("ge", "aipp_colour", "red", {}, "'aipp_colour' is unknown"),
+        ("pytorch", "INTRA_OP_THREAD_COUNT", "0", {}, "'0' is no thread count"),
+        ("pytorch", "INTER_OP_THREAD_COUNT", "all", {}, "'all' is no thread count"),
+        ("pytorch", "ENABLE_WEIGHT_SHARING", "true", {"torchair": "x"}, "exclude each other"),
+        ("python", "execution", "fiber", {}, "must be 'process' or 'thread'"),
+        ("python", "execute-timeout-seconds", "soon", {}, "at least 0"),
+        ("python", "EXECUTION_ENV_PATH", "/nowhere", {}, "an environment with bin/python"),
+        ("onnxruntime", "intra_op_thread_count", "few", {}, "must be a whole number"),
+    ],
+)
+async def test_a_parameter_of_a_backend_is_located(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    backend: str, key: str, value: str, others: dict[str, str], rule: str,
+) -> None:  # fmt: skip
+    """Whether the load or an instance finds it, alone or with another one."""
+    if backend == "pytorch":
+        pytest.importorskip("torch")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with simulate(cards=1):
+        make_files(tmp_path / "models" / "m", "ge" if backend == "onnxruntime" else backend)
+        file = tmp_path / "models" / "m" / "config.pbtxt"
+        kind = "" if backend in ("om", "ge") else "kind: KIND_CPU"
+        entries = "\n".join(parameters(**{each: others[each]}) for each in others)
+        own = parameters(**{key: value})
+        file.write_text(f'backend: "{backend}"\n{entries}{TENSORS % kind}{own}')
+        text = await failure(tmp_path / "models")
+    assert rule in text
+    line = file.read_text().count("\n") + 1
+    assert f' ({file}:{line}: parameters["{key}"])' in text
+
+
+async def test_a_missing_parameter_names_the_file(tmp_path: Path) -> None:
+    """There is no line to point at."""
+    with simulate(cards=1):
+        aipp_om(tmp_path / "m")
+        file = tmp_path / "m" / "config.pbtxt"
+        file.write_text('backend: "om"')
+        text = await failure(tmp_path)
+    assert "dynamic AIPP, whose settings the configuration must give" in text
+    assert f' ({file}: parameters["aipp_input_format"])' in text
+
+
+async def test_a_parameter_of_the_command_line_is_not_looked_for_in_the_file(
+    tmp_path: Path,
+) -> None:
+    """Unless the model has its own, which counts."""
+    options = {"execution": "fiber", "stub-timeout-seconds": "soon"}
+    given: dict[str, Any] = {"backend_config": {"python": options}}
+    make_files(tmp_path / "m", "python")
+    file = tmp_path / "m" / "config.pbtxt"
+    file.write_text('backend: "python"')
+    text = await failure(tmp_path, **given)
+    assert "not 'fiber' (--backend-config: execution);" in text
+    file.write_text('backend: "python"\n' + parameters(execution="thread"))
+    text = await failure(tmp_path, **given)
+    assert "not 'soon' (--backend-config: stub-timeout-seconds);" in text
+    file.write_text('backend: "python"\n' + parameters(execution="fibre"))
+    text = await failure(tmp_path, **given)
+    assert f"not 'fibre' ({file}:2: parameters[\"execution\"]);" in text
 
 
 async def test_a_configuration_that_came_with_the_load_has_no_file(tmp_path: Path) -> None:

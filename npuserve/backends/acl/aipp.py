@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from npuserve.backends.acl.runtime import Owned
-from npuserve.errors import InvalidArgumentError
+from npuserve.errors import InvalidConfigError
 
 if TYPE_CHECKING:
     from npuserve.backends.acl.gears import Dims
@@ -93,14 +93,22 @@ def aipp_parameters(parameters: Mapping[str, str]) -> dict[str, str]:
     """Those of a model's parameters that are about AIPP.
 
     Raises:
-        InvalidArgumentError: one that there is not.
+        InvalidConfigError: one that there is not.
     """
     found = {name: text for name, text in parameters.items() if name.startswith(PREFIX)}
     for name in found:
         if name.partition(".")[0] not in _NAMES:
             known = ", ".join(sorted(_NAMES))
-            raise InvalidArgumentError(f"parameter '{name}' is unknown; of AIPP there are {known}")
+            raise InvalidConfigError.of_parameter(
+                name, f"parameter '{name}' is unknown; of AIPP there are {known}"
+            )
     return found
+
+
+def parameter_name(parameters: Mapping[str, str], name: str, input_name: str) -> str:
+    """The parameter that counts for an input: its own, else the one for all."""
+    own = f"{PREFIX}{name}.{input_name}"
+    return own if own in parameters else PREFIX + name
 
 
 class _Reader:
@@ -112,13 +120,12 @@ class _Reader:
 
     def text(self, name: str) -> tuple[str, str | None]:
         """(full name of the parameter that counts, its value)."""
-        own = f"{PREFIX}{name}.{self._input}"
-        key = own if own in self._parameters else PREFIX + name
+        key = parameter_name(self._parameters, name, self._input)
         return key, self._parameters.get(key)
 
-    def wrong(self, name: str, what: str) -> InvalidArgumentError:
+    def wrong(self, name: str, what: str) -> InvalidConfigError:
         key, text = self.text(name)
-        return InvalidArgumentError(f"parameter '{key}' is '{text}'; {what}")
+        return InvalidConfigError.of_parameter(key, f"parameter '{key}' is '{text}'; {what}")
 
     def numbers(
         self, name: str, counts: Sequence[int], low: float, high: float, form: str
@@ -164,7 +171,7 @@ def read_settings(parameters: Mapping[str, str], input_name: str) -> AippSetting
     """The settings for one image input.
 
     Raises:
-        InvalidArgumentError: a parameter is missing or wrong; it is named.
+        InvalidConfigError: a parameter is missing or wrong; it is named.
     """
     reader = _Reader(parameters, input_name)
     input_format = _input_format(reader, input_name)
@@ -190,9 +197,10 @@ def read_settings(parameters: Mapping[str, str], input_name: str) -> AippSetting
 def _input_format(reader: _Reader, input_name: str) -> str:
     key, text = reader.text("input_format")
     if text is None:
-        raise InvalidArgumentError(
+        raise InvalidConfigError.of_parameter(
+            key,
             f"input '{input_name}' has dynamic AIPP, whose settings the configuration must give: "
-            f"parameter '{key}' is missing"
+            f"parameter '{key}' is missing",
         )
     if text not in _FORMATS:
         raise reader.wrong("input_format", f"there are {', '.join(_FORMATS)}")
@@ -203,7 +211,9 @@ def _image_size(reader: _Reader, input_name: str, input_format: str) -> tuple[in
     size = reader.integers("src_image_size", (2,), 1, _MAX_SIDE, "width,height")
     if size is None:
         key, _ = reader.text("src_image_size")
-        raise InvalidArgumentError(f"parameter '{key}' is missing for input '{input_name}'")
+        raise InvalidConfigError.of_parameter(
+            key, f"parameter '{key}' is missing for input '{input_name}'"
+        )
     width, height = size
     if width < 2:
         raise reader.wrong("src_image_size", "the width must be at least 2")

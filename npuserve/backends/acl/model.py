@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from npuserve.backends.acl import codes
-from npuserve.backends.acl.aipp import Aipp, AippSettings, read_settings
+from npuserve.backends.acl.aipp import Aipp, AippSettings, parameter_name, read_settings
 from npuserve.backends.acl.gears import Dims, Gear
 from npuserve.backends.acl.runtime import Owned, Stream
-from npuserve.errors import InternalError, InvalidArgumentError, UnsupportedError
+from npuserve.errors import InternalError, InvalidConfigError, UnsupportedError
 
 if TYPE_CHECKING:
     from npuserve.backends.acl.library import AclLibrary
@@ -116,7 +116,7 @@ class LoadedModel(Owned):
 
     Raises:
         AclCallError: the runtime refused the file.
-        InvalidArgumentError: a parameter of dynamic AIPP is missing or wrong.
+        InvalidConfigError: a parameter of dynamic AIPP is missing or wrong.
         UnsupportedError: a dtype or feature that cannot be served.
     """
 
@@ -265,9 +265,10 @@ class _Describer:
         if parameter_inputs:
             inputs = [self._image(tensor, parameter_inputs, aipp_inputs) for tensor in inputs]
         elif self.aipp:
-            raise InvalidArgumentError(
+            raise InvalidConfigError.of_parameter(
+                min(self.aipp),
                 f"parameter '{min(self.aipp)}' is set, but the model has no dynamic AIPP (static "
-                "AIPP got its settings when it was compiled)"
+                "AIPP got its settings when it was compiled)",
             )
         kind, gears = self._gears(inputs, gear_input)
         if aipp_inputs:
@@ -309,10 +310,11 @@ class _Describer:
         for position, tensor in enumerate(inputs):
             needed = max(prod(gear.inputs[position]) for gear in gears)
             if tensor.name in images and needed > tensor.size:
-                raise InvalidArgumentError(
+                raise InvalidConfigError.of_parameter(
+                    parameter_name(self.aipp, "src_image_size", tensor.name),
                     f"images of 'aipp_src_image_size' in 'aipp_input_format' need {needed} bytes "
                     f"for input '{tensor.name}', which was compiled for max_src_image_size "
-                    f"{tensor.size}"
+                    f"{tensor.size}",
                 )
 
     def _count(self, direction: str) -> int:

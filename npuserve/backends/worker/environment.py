@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from npuserve.backends.worker.process import Interpreter
-from npuserve.errors import InvalidArgumentError
+from npuserve.errors import InvalidConfigError
 
 if TYPE_CHECKING:
     from npuserve.backends.base import BackendModelContext, Placement
 
 _MODEL_DIRECTORY = "$$TRITON_MODEL_DIRECTORY"
+_PATH = "EXECUTION_ENV_PATH"
 _VISIBLE_DEVICES = "ASCEND_RT_VISIBLE_DEVICES"
 
 
@@ -29,9 +30,9 @@ def interpreter_of(context: BackendModelContext, archive: Path | None = None) ->
         archive: environment that comes with a backend written in Python, where there is one.
 
     Raises:
-        InvalidArgumentError: there is no environment at that path.
+        InvalidConfigError: there is no environment at that path.
     """
-    text = context.parameters.get("EXECUTION_ENV_PATH", "")
+    text = context.parameters.get(_PATH, "")
     if text:
         path = _resolve(text, context.model_dir)
     elif archive is not None and archive.is_file():
@@ -42,9 +43,10 @@ def interpreter_of(context: BackendModelContext, archive: Path | None = None) ->
         path = _unpack(path)
     python = path / "bin" / "python"
     if not python.exists():
-        raise InvalidArgumentError(
-            f"EXECUTION_ENV_PATH of model '{context.name}' must be a conda-pack archive or the "
-            f"directory of an environment with bin/python, which '{path}' is not"
+        raise InvalidConfigError.of_parameter(
+            _PATH,
+            f"{_PATH} of model '{context.name}' must be a conda-pack archive or the directory of "
+            f"an environment with bin/python, which '{path}' is not",
         )
     activate = path / "bin" / "activate"
     is_venv = (path / "pyvenv.cfg").exists()  # needs no activation, only its own python
@@ -56,7 +58,9 @@ def _resolve(text: str, model_dir: Path) -> Path:
         return Path(text)
     path = (model_dir / text[len(_MODEL_DIRECTORY) :].lstrip("/")).resolve()
     if not path.is_relative_to(model_dir.resolve()):
-        raise InvalidArgumentError(f"EXECUTION_ENV_PATH '{text}' leaves the model's directory")
+        raise InvalidConfigError.of_parameter(
+            _PATH, f"{_PATH} '{text}' leaves the model's directory"
+        )
     return path
 
 
@@ -82,8 +86,8 @@ def _unpack(archive: Path) -> Path:
             raise
     except tarfile.TarError as error:
         shutil.rmtree(unpacked, ignore_errors=True)
-        raise InvalidArgumentError(
-            f"EXECUTION_ENV_PATH '{archive}' is no tar archive: {error}"
+        raise InvalidConfigError.of_parameter(
+            _PATH, f"{_PATH} '{archive}' is no tar archive: {error}"
         ) from error
     return target
 

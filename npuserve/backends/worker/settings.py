@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from npuserve.errors import InvalidArgumentError
+from npuserve.errors import InvalidConfigError
 
 
 @dataclass(frozen=True)
@@ -39,13 +39,14 @@ class WorkerSettings:
         """Read the settings; the model's own come before the server's.
 
         Raises:
-            InvalidArgumentError: a value is not what it should be.
+            InvalidConfigError: a value is not what it should be.
         """
         lookup = _Lookup(parameters, backend_options)
-        execution = lookup.text("execution", cls.execution)
+        key, execution = lookup.text("execution", cls.execution)
         if execution not in ("process", "thread"):
-            raise InvalidArgumentError(
-                f"execution of a Python model must be 'process' or 'thread', not '{execution}'"
+            raise InvalidConfigError.of_parameter(
+                key,
+                f"execution of a Python model must be 'process' or 'thread', not '{execution}'",
             )
         return cls(
             execution,
@@ -61,15 +62,16 @@ class _Lookup:
     def __init__(self, parameters: Mapping[str, str], options: Mapping[str, str]) -> None:
         self._sources = (parameters, options)
 
-    def text(self, key: str, default: str) -> str:
+    def text(self, key: str, default: str) -> tuple[str, str]:
+        """(key as it is written there, value)."""
         for source in self._sources:
             for spelling in (key, key.replace("_", "-")):
                 if spelling in source:
-                    return source[spelling]
-        return default
+                    return spelling, source[spelling]
+        return key, default
 
     def number(self, key: str, default: float) -> float:
-        text = self.text(key, "")
+        spelling, text = self.text(key, "")
         if not text:
             return default
         try:
@@ -77,5 +79,7 @@ class _Lookup:
         except ValueError:
             value = -1.0
         if value < 0:
-            raise InvalidArgumentError(f"{key} must be a number of at least 0, not '{text}'")
+            raise InvalidConfigError.of_parameter(
+                spelling, f"{key} must be a number of at least 0, not '{text}'"
+            )
         return value
