@@ -5,7 +5,8 @@ shows, when somebody scrapes. A series outlives a reload of its model, so its co
 over the model objects it has had; it ends with an unload.
 
 What instances on a card count has the label `gpu_uuid` of that card, as in Triton; the series
-without the label has what no card executed. Together they are what `/stats` shows.
+without the label has what no card executed, and what ran before npu-smi first told of the cards:
+counters never move from one series to another. Together they are what `/stats` shows.
 
 `ServerMetrics.collect` yields prometheus_client's `Metric` objects, so an embedder can register
 it as a collector of his own registry.
@@ -124,7 +125,7 @@ class ServerMetrics:
         self._server = server
         self.config = MetricsConfig.from_settings(server.options.metrics_config)
         self._series: dict[tuple[str, str, int], _Series] = {}
-        self._npus = NpuMetrics()
+        self._npus = NpuMetrics(on_names=self._names_known)
         self._machine = Machine(round(server.options.metrics_interval_ms * 1_000_000))
 
     async def start(self) -> None:
@@ -152,6 +153,7 @@ class ServerMetrics:
             series = self._series[key] = _Series(self._labels(model), _caching(model))
         series.labels, series.caching = self._labels(model), _caching(model)
         series.models.append(model)
+        self._name_cards(model)  # known since its placements were made
         self._add_distributions(model, replaced)
 
     def model_unloaded(self, model: Model) -> None:
@@ -187,6 +189,28 @@ class ServerMetrics:
     def card_name(self, card: int) -> str:
         """The `gpu_uuid` of a card, "" without metrics of cards. May block, see `NpuMetrics`."""
         return self._npus.name_of(card)
+
+    def _names_known(self) -> None:
+        """Tell the loop; in the thread that reads npu-smi."""
+        try:
+            self._server.loop.call_soon_threadsafe(self._name_all_cards)
+        except RuntimeError:
+            logger.debug("the loop is closed: nothing is counted any more")
+
+    def _name_all_cards(self) -> None:
+        for series in self._series.values():
+            for model in series.models:
+                self._name_cards(model)
+
+    def _name_cards(self, model: Model) -> None:
+        """Let instances whose card had no name count by its name from now on."""
+        statistics = model.statistics
+        for instance in model.pool.instances:
+            if instance.card < 0 or instance.counters is not statistics.own:
+                continue
+            instance.counters = statistics.device(self._npus.known_name(instance.card))
+            if self.config.summary_latencies and instance.counters.summaries is None:
+                instance.counters.summaries = LatencySummaries()
 
     # ---------------------------------------------------------------- what a scrape sees
 

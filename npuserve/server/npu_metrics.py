@@ -151,13 +151,18 @@ class NpuMetrics:
     Args:
         interval_s: between two readings.
         read: where states come from; may block.
+        on_names: called in the thread that reads when the names of the cards have become known.
     """
 
     def __init__(
-        self, interval_s: float = 2.0, read: Callable[[], list[CardMetrics]] = run_npu_smi
+        self,
+        interval_s: float = 2.0,
+        read: Callable[[], list[CardMetrics]] = run_npu_smi,
+        on_names: Callable[[], None] = lambda: None,
     ) -> None:
         self._interval_s = interval_s
         self._read = read
+        self._on_names = on_names
         self._cards: list[CardMetrics] = []
         self._names: list[str] = []  # kept while npu-smi does not answer
         self._has_read = threading.Event()
@@ -186,15 +191,22 @@ class NpuMetrics:
         """
         if self._thread is not None:
             self._has_read.wait(_TIMEOUT_S)
-        return self._names[card] if card < len(self._names) else ""
+        return self.known_name(card)
+
+    def known_name(self, card: int) -> str:
+        """The same as far as it is known now. Never blocks."""
+        names = self._names
+        return names[card] if card < len(names) else ""
 
     def refresh(self, elapsed_s: float = 0.0) -> None:
         """Read once; `elapsed_s` since the reading before, for the energy."""
         cards = self._read()
         positions = visible_positions(len(cards), os.environ.get(VISIBLE_DEVICES))
         self._cards = [cards[position] for position in positions]
-        if self._cards:
-            self._names = [card.uuid for card in self._cards]
+        names = [card.uuid for card in self._cards]
+        if names and names != self._names:
+            self._names = names
+            self._on_names()
         for card in self._cards:
             joules = self._energy_joules.get(card.uuid, 0.0)
             self._energy_joules[card.uuid] = joules + (card.power_watts or 0.0) * elapsed_s

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,7 @@ from npuserve.server.core import InferenceServer
 from npuserve.server.machine import Machine
 from npuserve.server.metrics import MetricsConfig
 from npuserve.server.model import Model
+from npuserve.server.npu_metrics import CardMetrics, NpuMetrics
 from npuserve.testing.simulator import simulate
 from tests.server.models import infer, serve, write_model
 
@@ -210,6 +214,80 @@ async def test_a_card_goes_on_counting_over_reloads(
             assert by_card(samples(server), "nv_inference_count") == [0, 1, 6]
             await unload(server, monkeypatch)
             assert by_card(samples(server), "nv_inference_count") == [None] * 3
+
+
+class LateNpuSmi:
+    """Fails at first, then answers when it is told to.
+
+    Attributes:
+        may_answer: set by the test.
+        has_answered: the loop has been told of the answer; set.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.may_answer, self.has_answered = threading.Event(), threading.Event()
+        self._readings = 0
+        late = partial(NpuMetrics, 0.001, self._read)
+        monkeypatch.setattr("npuserve.server.metrics.NpuMetrics", late)
+
+    def _read(self) -> list[CardMetrics]:
+        self._readings += 1
+        if self._readings == 1:
+            raise subprocess.TimeoutExpired("npu-smi", 1)
+        if self._readings == 2:
+            assert self.may_answer.wait(5)
+        else:
+            self.has_answered.set()
+        return [CardMetrics(index, card, "910B", True) for index, card in enumerate(CARDS)]
+
+
+async def test_cards_that_become_known_later_have_series_from_then_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What ran before stays where it was: no counter goes back, and the sums are right."""
+    directory = write_model(tmp_path, "m")
+    on_cards(directory, "{ kind: KIND_GPU }")
+    npu_smi = LateNpuSmi(monkeypatch)
+    options = {"metrics_config": {"summary_latencies": "true"}}
+    with simulate(cards=2):
+        async with serve(tmp_path, **options) as server:
+            await infer(server, "m")
+            assert by_card(samples(server), "nv_inference_count") == [1, None, None]
+            npu_smi.may_answer.set()
+            await asyncio.to_thread(npu_smi.has_answered.wait)
+            assert by_card(samples(server), "nv_inference_count") == [1, 0, 0]
+            for _ in CARDS:
+                await infer(server, "m", rows=2)
+            assert by_card(samples(server), "nv_inference_count") == [1, 2, 2]
+            assert by_card(samples(server), "nv_inference_request_summary_us_count") == [1, 1, 1]
+            assert server.model("m").statistics.inference_count == 5
+            on_cards(directory, "{ kind: KIND_GPU gpus: 0 }")
+            await server.load_model("m")
+            await infer(server, "m", rows=4)
+            assert by_card(samples(server), "nv_inference_count") == [1, 6, 2]
+
+
+async def test_cards_that_become_known_while_a_model_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between its placements and its being ready."""
+    on_cards(write_model(tmp_path, "m"), "{ kind: KIND_GPU gpus: 1 }, { kind: KIND_CPU }")
+    npu_smi = LateNpuSmi(monkeypatch)
+    with simulate(cards=2):
+        async with serve(tmp_path, load_model=()) as server:
+            card_name = server.metrics.card_name
+
+            def known_right_after(card: int) -> str:
+                name = card_name(card)
+                npu_smi.may_answer.set()
+                assert npu_smi.has_answered.wait(5)
+                return name
+
+            monkeypatch.setattr(server.metrics, "card_name", known_right_after)
+            await server.load_model("m")
+            for rows in (1, 2):
+                await infer(server, "m", rows=rows)
+            assert by_card(samples(server), "nv_inference_count") == [2, None, 1]
 
 
 async def test_without_metrics_of_cards_executions_have_no_card(tmp_path: Path) -> None:
