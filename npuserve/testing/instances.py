@@ -53,14 +53,14 @@ class FakeInstance:
         self._waiting: deque[FakeExecution] = deque()
 
     @property
-    def prefetches(self) -> bool:
-        """See `Instance.prefetches`."""
-        return self.pool.prefetches
-
-    @property
     def is_free(self) -> bool:
         """See `Instance.is_free`."""
         return self.inflight < self.max_inflight
+
+    @property
+    def takes_next(self) -> bool:
+        """See `Instance.takes_next`."""
+        return self.pool.prefetches and self.inflight == self.max_inflight
 
     def run(self, requests: Sequence[InferenceRequest], batch_size: int) -> None:
         """See `Instance.run`."""
@@ -95,11 +95,11 @@ class FakeInstance:
         self.pool.busy_ns += duration_ns
         self.execution_ns = max(duration_ns, self.execution_ns * 7 // 8)
         self.pool.statistics.own.execution(execution.batch_size, 0, duration_ns, 0)
-        if self._waiting:
-            self._start(self._waiting.popleft())
         for request in execution.requests:
             self.pool.answer(request)
         self.inflight -= 1
+        if self._waiting:  # not before: it may take no time, and end here and now
+            self._start(self._waiting.popleft())
         self.pool.released(self)
 
 
@@ -150,10 +150,10 @@ class FakePool:
 
     def next_in_line(self) -> FakeInstance | None:
         """See `InstancePool.next_in_line`."""
-        if len(self.instances) != 1 or not self.prefetches:
+        if len(self.instances) != 1:
             return None
         instance = self.instances[0]
-        return instance if instance.inflight == instance.max_inflight else None
+        return instance if instance.takes_next else None
 
     def released(self, instance: FakeInstance) -> None:
         """See `InstancePool.released`."""
