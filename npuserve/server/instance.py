@@ -95,14 +95,15 @@ class Instance:
         return instance.available if isinstance(instance, LoopInstance) else True
 
     @property
-    def prefetches(self) -> bool:
-        """Whether it may be given a batch before it is free."""
-        return self.backend_instance.prefetches
-
-    @property
     def is_free(self) -> bool:
         """Whether it can take one more batch now."""
         return self.inflight < self.max_inflight and self.available
+
+    @property
+    def takes_next(self) -> bool:
+        """Whether it is busy, and may be given its next batch already."""
+        early = self.backend_instance.prefetches and self.inflight == self.max_inflight
+        return early and self.available
 
     async def initialize(self) -> None:
         """Start it; an error of the backend's `initialize` is raised here."""

@@ -131,8 +131,7 @@ class InstancePool:
         if len(self.instances) != 1:
             return None
         instance = self.instances[0]
-        early = instance.prefetches and instance.inflight == instance.max_inflight
-        return instance if early and instance.available else None
+        return instance if instance.takes_next else None
 
     def released(self, instance: Instance) -> None:
         """An instance ended a batch."""

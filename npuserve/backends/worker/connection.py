@@ -163,7 +163,8 @@ class Connection:
         except BlockingIOError:
             return False
         except ConnectionResetError:
-            size, ancillary = 0, []
+            # The worker left something unread. Told once, before what it sent itself.
+            return True
         if not size:
             self._lost()
             return True

@@ -446,8 +446,22 @@ class WorkerInstance(LoopInstance):
             return
         self._launcher.log.error("%s", error)
         self._tell_availability()
+        if self._was_healthy():
+            self._pause_s = 0.0
+        # Nobody is made to wait for a worker that keeps dying.
+        unstarted = [] if self._pause_s else self._take_unstarted()
         self._fail_all(error)
-        await self._restart()
+        await self._restart(unstarted)
+
+    def _take_unstarted(self) -> list[ExecutionBatch]:
+        """The batches that the dead worker had not begun; they are the next one's.
+
+        It executes what it got first, and reads the next one only when it has sent the result.
+        """
+        if not self.prefetches:
+            return []
+        _executing, *waiting = self._batches or (0,)
+        return [self._batches.pop(batch_id) for batch_id in waiting]
 
     async def _cause_of_death(self) -> NpuserveError:
         if self._process is None:
@@ -477,10 +491,9 @@ class WorkerInstance(LoopInstance):
             self._end_deadline(batch_id)
             batch.done(error)
 
-    async def _restart(self) -> None:
+    async def _restart(self, unstarted: list[ExecutionBatch]) -> None:
+        """Start a worker, again and again until it is ready, and give it what waits for it."""
         while True:
-            if self._was_healthy():
-                self._pause_s = 0.0
             await asyncio.sleep(self._pause_s)
             self._pause_s = min(max(2 * self._pause_s, _FIRST_PAUSE_S), _LONGEST_PAUSE_S)
             try:
@@ -489,10 +502,19 @@ class WorkerInstance(LoopInstance):
                 self._launcher.log.error(
                     "model instance '%s' could not be restarted: %s", self.name, error
                 )
+                while unstarted:
+                    unstarted.pop(0).done(error)
             else:
                 break
         self._launcher.log.info("model instance '%s' was restarted", self.name)
         self.available = True
+        for batch in unstarted:
+            try:
+                self.start(batch)
+            except NpuserveError as error:  # this worker is gone, too
+                batch.done(error)
+            except OSError as failure:
+                batch.done(InternalError(f"no shared memory can be had: {failure}"))
         self._tell_availability()
 
     def _was_healthy(self) -> bool:

@@ -76,8 +76,7 @@ class DefaultScheduler(QueuedScheduler):
         """
         pool, queue = self._instances, self._queue
         return (
-            instance.prefetches
-            and instance.inflight == instance.max_inflight
+            instance.takes_next
             and 0 < instance.execution_ns < _SHORT_EXECUTION_NS
             and queue.live >= len(pool.instances)
             and not pool.decoupled

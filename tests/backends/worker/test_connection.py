@@ -68,6 +68,16 @@ async def test_end_of_the_worker_is_noticed_once(ends: _Ends) -> None:
     ends.connection.send(wire.EXECUTE, None)
 
 
+async def test_what_a_worker_sent_before_its_death_arrives(ends: _Ends) -> None:
+    """Although it left a message unread, of which the kernel tells first."""
+    ends.connection.send(wire.EXECUTE, 1)
+    ends.channel.send(wire.RESULT, 1)
+    ends.channel.send(wire.RESULT, 2)
+    ends.channel.socket.close()
+    await ends.lost.wait()
+    assert [ends.received.get_nowait() for _ in range(2)] == [(wire.RESULT, 1), (wire.RESULT, 2)]
+
+
 async def test_nonsense_ends_the_connection(ends: _Ends) -> None:
     """A worker that sends something else is given up."""
     ends.channel.socket.send(b"\xff nonsense")

@@ -73,6 +73,54 @@ async def test_death_fails_the_request_and_the_instance_comes_back(
         assert (statistics.success.count, statistics.fail.count) == (2, 1)
 
 
+async def test_death_fails_what_was_executed(tmp_path: Path) -> None:
+    """What waits is served by the next worker, also what the dead one had in its channel."""
+    async with served_model(tmp_path, DEADLY) as models:
+        await models.infer()  # short executions: from now on the next request is handed over early
+        calls = [models.start(id=mode) for mode in ("", "segfault", *[""] * 20)]
+        errors = [(await call.answer()).error for call in calls]
+        assert [i for i, error in enumerate(errors) if error] == [1]
+        assert [call.value for call in calls[2:]] == [[n] for n in range(1, 21)]
+        statistics = models.server.model("m").statistics
+        assert (statistics.success.count, statistics.fail.count) == (22, 1)
+        assert models.server.model("m").pool.inflight == 0
+
+
+async def test_nobody_waits_for_a_worker_that_keeps_dying(tmp_path: Path) -> None:
+    """From the second death on, what it had in its channel fails as well."""
+    async with served_model(tmp_path, DEADLY) as models:
+        await models.infer(id="exit")
+        await models.infer()
+        calls = [models.start(id=mode) for mode in ("", "segfault", *[""] * 3)]
+        errors = [(await call.answer()).error for call in calls]
+    assert [i for i, error in enumerate(errors) if error] == [1, 2]
+
+
+async def test_what_waits_for_a_worker_that_does_not_come_up_fails(tmp_path: Path) -> None:
+    """A queue may wait for better times, but what was handed over is told."""
+    code = f"""
+    FLAG = {str(tmp_path / "flag")!r}
+
+    class TritonPythonModel:
+        def initialize(self, args):
+            if os.path.exists(FLAG):
+                os.remove(FLAG)
+                raise ValueError("not now")
+
+        def execute(self, requests):
+            if requests[0].request_id() == "die":
+                open(FLAG, "w").close()
+                os._exit(1)
+            return [response(np.ones(1, np.float32)) for r in requests]
+    """
+    async with served_model(tmp_path, code) as models:
+        await models.infer()
+        calls = [models.start(id=id) for id in ("", "die", "handed over", "queued", "")]
+        errors = [(await call.answer()).error for call in calls]
+    assert [bool(error) for error in errors] == [False, True, True, False, False]
+    assert "not now" in errors[2]
+
+
 async def test_readiness_shows_the_restart(tmp_path: Path) -> None:
     """The model is not ready while its only worker is down."""
     async with served_model(tmp_path, DEADLY) as models:
