@@ -1,14 +1,20 @@
-"""What the tests of the simulator's media hardware share: pictures, memory, channels."""
+"""What the tests of simulated media hardware share: pictures, memory, channels, failing calls."""
 
 from __future__ import annotations
 
+import importlib
 import io
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 from PIL import Image
+
+from npuserve.testing.simulator import simulate
+from npuserve.testing.simulator.faults import Fault
 
 NV12, NV21, GREY, RGB, BGR = 1, 2, 0, 12, 13
 H2D, D2H = 1, 2
@@ -141,3 +147,47 @@ class Media:
         assert media.dvpp_destroy_channel_desc(self.channel) == 0
         assert self.acl.rt.destroy_stream(self.stream) == 0
         assert self.acl.rt.reset_device(0) == 0
+
+
+class CallError(Exception):
+    """A call of the program failed."""
+
+
+def checked(result: Any) -> Any:
+    """The values of a call; CallError unless its code is 0 (bare values: unless it is null)."""
+    values = result if isinstance(result, tuple) else (result,)
+    if values[-1]:
+        raise CallError(result)
+    return values[0] if len(values) < 3 else values[:-1]
+
+
+def failing_calls(program: Callable[[Any], None], *undoing: str) -> list[str]:
+    """The calls a program makes on its way there, once each, without those that undo."""
+    with simulate(time="modelled") as machine:
+        acl: Any = importlib.import_module("acl")
+        assert (acl.init(), acl.rt.set_device(0)) == (0, 0)
+        machine.log.clear()
+        program(acl)
+        assert acl.rt.reset_device(0) == 0
+        assert machine.leaks() == []
+        assert machine.violations == []
+        names = dict.fromkeys(machine.log)
+    left_out = ("destroy", "free", "reset_device", "util", *undoing)
+    return [name for name in names if not any(word in name for word in left_out)]
+
+
+def check_failing_call(program: Callable[[Any], None], call: str) -> None:
+    """A call is made to fail: the program ends, nothing leaks, and it works the next time."""
+    with simulate(time="modelled") as machine:
+        acl: Any = importlib.import_module("acl")
+        assert (acl.init(), acl.rt.set_device(0)) == (0, 0)
+        machine.faults.append(Fault(call, code=500000))
+        with pytest.raises(CallError):
+            program(acl)
+        assert acl.rt.reset_device(0) == 0
+        assert machine.leaks() == []
+        machine.faults.clear()
+        assert acl.rt.set_device(0) == 0
+        program(acl)
+        assert acl.rt.reset_device(0) == 0
+        assert machine.leaks() == []
