@@ -95,9 +95,9 @@ class Listener:
     def _sweep(self) -> None:
         """Close connections whose clients take too long; one timer instead of one for each."""
         loop = asyncio.get_running_loop()
-        for session in self._connections:
-            session.expire(loop.time())
         self._sweep_timer = loop.call_later(_SWEEP_SECONDS, self._sweep)
+        for session in self._connections:
+            loop.call_soon(session.expire, loop.time())  # an error of one does not end the sweep
 
     @property
     def _connections(self) -> list[Any]:

@@ -39,6 +39,10 @@ class ReadThreshold:
         self._set(1)
 
     def _set(self, count: int) -> None:
-        if count != self._bytes and self._socket is not None:
+        if count == self._bytes or self._socket is None:
+            return
+        try:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, count)
-            self._bytes = count
+        except OSError:  # a system without it; only speed is lost
+            self._socket = None
+        self._bytes = count

@@ -118,7 +118,9 @@ class HttpSession(HttpToolsProtocol):
         self._head_bytes = 0
         # Start of the current phase, or the last byte of a body (loop time).
         self._since = self.loop.time()
-        self._paused_since = 0.0  # when the client's buffers were full (loop time)
+        # Since when the client's buffers are full and it has read nothing (loop time).
+        self._paused_since = 0.0
+        self._unsent = 0  # bytes of replies that waited then
         self._current: InferExchange | RequestResponseCycle | None = None
         self._known: _KnownHead | None = None  # of the last infer request
         self._missing = 0  # bytes of a body that the parser does not see
@@ -375,19 +377,24 @@ class HttpSession(HttpToolsProtocol):
         if self.pipeline and self._current is None and not self.transport.is_closing():
             cycle, app = self.pipeline.pop()
             if not self.pipeline:
-                self.flow.resume_reading()
+                self._resume_reading()
             self._start_asgi_task(cycle, app)
+
+    def _resume_reading(self) -> None:
+        self.flow.resume_reading()
+        self._since = self.loop.time()  # until now the client could not go on
 
     def pause_writing(self) -> None:
         """The client does not read what was written."""
         super().pause_writing()
         self._paused_since = self.loop.time()
+        self._unsent = self.transport.get_write_buffer_size()
 
     def resume_writing(self) -> None:
         """The client reads again."""
         super().resume_writing()
         if self._current is None and not self.pipeline:
-            self.flow.resume_reading()
+            self._resume_reading()
 
     def send_400_response(self, msg: str) -> None:
         """Refuse bytes that are no HTTP request, and close."""
@@ -435,13 +442,17 @@ class HttpSession(HttpToolsProtocol):
             _Phase.BODY: STALL_SECONDS,
             _Phase.DISCARD: DISCARD_SECONDS,
         }[self._phase]
+        if now - self._since > SLOW_SECONDS and not self.transport.is_closing():
+            self._threshold.clear()
         if self.flow.write_paused:
-            if now - self._paused_since > STALL_SECONDS:
+            unsent = self.transport.get_write_buffer_size()
+            if unsent < self._unsent:
+                self._paused_since = now
+            elif now - self._paused_since > STALL_SECONDS:
                 self.transport.abort()
+            self._unsent = unsent
         elif waiting_for_client and not self.flow.read_paused and now - self._since > limit:
             self.transport.close()
-        elif now - self._since > SLOW_SECONDS and not self.transport.is_closing():
-            self._threshold.clear()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The client has gone: cancel what it asked for."""

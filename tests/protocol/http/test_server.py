@@ -6,12 +6,15 @@ import asyncio
 import socket
 import ssl
 import subprocess
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import uvloop
 
 from npuserve.errors import InvalidArgumentError, UnavailableError
+from npuserve.protocol.http import listener
+from npuserve.protocol.http.session import HttpSession
 from npuserve.response import InferenceResponse
 from tests.protocol.http.conftest import Start
 from tests.protocol.http.fakes import Client, FakeModel, Held, get, infer_json, post
@@ -70,6 +73,28 @@ async def test_stopping_has_an_end(start: Start) -> None:
     await running.http.stop(0)
     assert await client.is_closed()
     assert request.cancelled
+
+
+async def test_an_error_does_not_end_the_search_for_stalled_clients(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither for the other connections nor for those of later."""
+    looked_at: Counter[HttpSession] = Counter()
+    again = asyncio.Event()
+
+    def expire(session: HttpSession, now: float) -> None:
+        looked_at[session] += 1
+        if len(looked_at) == 2 and min(looked_at.values()) > 1:
+            again.set()
+        raise RuntimeError("a fault")
+
+    monkeypatch.setattr(listener, "_SWEEP_SECONDS", 0.001)
+    monkeypatch.setattr(HttpSession, "expire", expire)
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
+    running = await start()
+    for _ in range(2):
+        await (await running.connect()).ask(get("/v2"))
+    await again.wait()
 
 
 async def test_more_connections_than_allowed(start: Start) -> None:

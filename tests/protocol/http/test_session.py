@@ -7,6 +7,7 @@ import itertools
 import json
 import re
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -292,6 +293,57 @@ async def test_a_client_that_does_not_read_may_not_send(server: FakeServer, wire
     assert wire.transport.closed
 
 
+async def test_a_client_that_reads_slowly_is_not_closed(server: FakeServer, wire: Wire) -> None:
+    """However long a reply takes: only one that reads nothing for so long is gone."""
+    now = server.loop.time()
+    wire.transport.unsent = 1000
+    wire.pause_writing()
+    for _ in range(5):
+        now += STALL_SECONDS + 1
+        wire.transport.unsent -= 1
+        wire.session.expire(now)
+    assert not wire.transport.closed
+    wire.session.expire(now + STALL_SECONDS - 1)
+    assert not wire.transport.closed
+    wire.session.expire(now + STALL_SECONDS + 1)
+    assert wire.transport.closed
+
+
+async def test_a_slow_reader_may_send_its_next_request(
+    server: FakeServer, wire: Wire, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was not idle while it read."""
+    wire.feed(post(PATH, infer_json([1])))
+    wire.pause_writing()
+    later = server.loop.time() + STALL_SECONDS
+    monkeypatch.setattr(wire.session, "loop", SimpleNamespace(time=lambda: later))
+    wire.resume_writing()
+    wire.session.expire(later + 1)
+    assert not wire.transport.closed
+
+
+async def test_the_limit_of_a_body_begins_when_its_client_may_send(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Behind a long request the client cannot go on, or waits for 100 Continue."""
+    held = Held()
+    server = FakeServer(FakeModel(answer=held))
+    wire = Wire(server)
+    wire.feed(post(PATH, infer_json([1], id="long")))
+    wire.feed(post(PATH, infer_json([1], id="second"), "Expect: 100-continue")[:-5])
+    later = server.loop.time() + 2 * STALL_SECONDS
+    clock = SimpleNamespace(time=lambda: later, call_soon=lambda callback: callback())
+    monkeypatch.setattr(wire.session, "loop", clock)
+    wire.session.expire(later)
+    held.requests.get_nowait().deliver(InferenceResponse([]), final=True)
+    wire.session.expire(later + STALL_SECONDS - 1)
+    assert wire.statuses == [200, 100]
+    assert not wire.transport.closed
+    wire.session.expire(later + STALL_SECONDS + 1)
+    wire.close()
+    assert wire.transport.closed
+
+
 async def test_continue_is_sent_when_asked_for(wire: Wire) -> None:
     """A client that waits for 100 Continue gets it, then its reply."""
     request = post(PATH, infer_json([1]), "Expect: 100-continue")
@@ -429,3 +481,24 @@ async def test_a_closing_connection_is_left_alone(server: FakeServer, wire: Wire
     wire.transport.close()
     wire.session.expire(server.loop.time() + SLOW_SECONDS + 1)
     assert wire.transport.socket.threshold == threshold
+
+
+async def test_a_client_that_does_not_read_is_slow_all_the_same(
+    server: FakeServer, wire: Wire
+) -> None:
+    """Its body, too, is then looked at byte by byte."""
+    wire.feed(LARGE[: READ_BYTES + 1])
+    wire.pause_writing()
+    wire.session.expire(server.loop.time() + SLOW_SECONDS + 1)
+    assert wire.transport.socket.threshold == 1
+
+
+@pytest.mark.parametrize("begun", [0, 2 * READ_BYTES], ids=["never", "no longer"])
+async def test_large_bodies_need_no_threshold(server: FakeServer, wire: Wire, begun: int) -> None:
+    """Where the system refuses it, they come as they come."""
+    wire.feed(LARGE[:begun])
+    wire.transport.socket.refuses = True
+    wire.session.expire(server.loop.time() + SLOW_SECONDS + 1)
+    wire.feed(LARGE[begun : begun + PIECE_BYTES])
+    wire.feed(LARGE[begun + PIECE_BYTES :])
+    assert wire.ids == ["large"]

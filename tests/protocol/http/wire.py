@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import re
 import socket
 from typing import Any
@@ -23,9 +24,11 @@ class FakeSocket:
 
     Attributes:
         threshold: SO_RCVLOWAT, in bytes.
+        refuses: there is no such option.
     """
 
     threshold = 1
+    refuses = False
 
     def getsockname(self) -> tuple[str, int]:
         return "127.0.0.1", 8000
@@ -35,6 +38,8 @@ class FakeSocket:
 
     def setsockopt(self, level: int, option: int, value: int) -> None:
         assert (level, option) == (socket.SOL_SOCKET, socket.SO_RCVLOWAT)
+        if self.refuses:
+            raise OSError(errno.ENOPROTOOPT, "Protocol not available")
         self.threshold = value
 
 
@@ -43,6 +48,7 @@ class FakeTransport(asyncio.Transport):
 
     Attributes:
         socket: below it.
+        unsent: how much of what was written waits for the client to read.
     """
 
     def __init__(self, **extra: Any) -> None:
@@ -51,6 +57,10 @@ class FakeTransport(asyncio.Transport):
         self.written = bytearray()
         self._reading = True
         self.closed = False
+        self.unsent = 0
+
+    def get_write_buffer_size(self) -> int:
+        return self.unsent
 
     def write(self, data: Any) -> None:
         assert not self.closed, "write to a closed transport"
