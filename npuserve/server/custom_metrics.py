@@ -117,7 +117,7 @@ class CustomMetrics:
             raise NotFoundError("the MetricFamily has been deleted")
         bounds = _checked_buckets(owner.kind, buckets)
         for label in labels:
-            if not _LABEL_NAME.fullmatch(label):
+            if not _LABEL_NAME.fullmatch(label) or label.startswith("__"):  # Prometheus' own
                 raise InvalidArgumentError(f"Invalid label name '{label}'")
         key = tuple(sorted(labels.items()))
         series = owner.series.get(key)

@@ -117,6 +117,7 @@ def test_a_metric_does_not_outlive_its_family() -> None:
         ("HISTOGRAM", {}, None),
         ("HISTOGRAM", {}, [1.0, 1.0]),
         ("COUNTER", {"not a label": "x"}, None),
+        ("COUNTER", {"__own": "x"}, None),
     ],
 )
 def test_metrics_that_cannot_be(

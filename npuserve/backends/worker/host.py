@@ -9,6 +9,7 @@ Rules and texts: Triton python_backend, src/pb_stub.cc.
 from __future__ import annotations
 
 import asyncio
+import importlib
 import inspect
 import json
 import os
@@ -33,7 +34,12 @@ if TYPE_CHECKING:
 
 _MAX_FRAMES = 100  # of a traceback, the innermost
 
-_OWN_DIRECTORY = os.path.dirname(os.path.abspath(__file__)) + os.sep
+# Files whose frames say nothing about the model: this package, and what imports model.py.
+_OWN_FRAMES = (
+    os.path.dirname(os.path.abspath(__file__)) + os.sep,
+    os.path.dirname(importlib.__file__) + os.sep,
+    "<frozen importlib",
+)
 
 
 class ModelFailedError(Exception):
@@ -372,7 +378,7 @@ def describe(error: BaseException) -> str:
     frames = [
         f"  {frame.filename}({frame.lineno}): {frame.name}\n"
         for frame in reversed(traceback.extract_tb(error.__traceback__, -_MAX_FRAMES))
-        if not frame.filename.startswith((_OWN_DIRECTORY, "<frozen importlib"))
+        if not frame.filename.startswith(_OWN_FRAMES)
     ]
     whole = summary + ("\n\nAt:\n" + "".join(frames) if frames else "")
     return whole.encode("utf-8", "backslashreplace").decode()  # lone surrogates cannot travel

@@ -131,7 +131,7 @@ class LocalPort:
             request._request_id, request._correlation_id, request._flags, request._timeout,
             request._priority, request._parameters, request._output_names, continued,
         )  # fmt: skip
-        inputs = {tensor._name: self._tensor(tensor) for tensor in request._inputs}
+        inputs = [self._tensor(tensor) for tensor in request._inputs]
         target = (request._model_name, request._model_version)
         self.post(self._services.infer, mailbox.handle, target, inputs, fields, decoupled, reply)
         return mailbox

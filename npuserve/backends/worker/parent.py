@@ -389,7 +389,7 @@ class WorkerInstance(LoopInstance):
         assert self._connection is not None
         reply: Reply = partial(self._infer_answered, self._connection, call_id)
         try:
-            inputs = {tensor.name: tensor for tensor in self._tensors(tensors)}
+            inputs = self._tensors(tensors)
         except OSError as failure:
             self._decline(tensors)
             reply(_unreadable("input of the request", failure), True)

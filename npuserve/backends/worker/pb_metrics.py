@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import enum
 import itertools
-import math
 from typing import TYPE_CHECKING, Any
 
+from npuserve.backends.worker import wire
 from npuserve.backends.worker.pb_tensor import TritonModelException
 
 if TYPE_CHECKING:
@@ -50,6 +50,7 @@ class MetricFamily:
         self._kind = kind
         self._alive = [True]  # shared with the metrics, which must not keep the family alive
         handle = next(_ids)
+        name, description = wire.text(name, "name"), wire.text(description, "description")
         self._port.call("metric_family_new", handle, name, description, kind.value)
         self._id = handle
 
@@ -92,7 +93,9 @@ class Metric:
         prefix = "Failed to increment metric value: "
         self._check(prefix)
         if self._kind is MetricKind.HISTOGRAM:
-            raise TritonModelException(f"{prefix}HISTOGRAM does not support Increment")
+            raise TritonModelException(
+                f"{prefix}TRITONSERVER_METRIC_KIND_HISTOGRAM does not support Increment"
+            )
         if self._kind is MetricKind.COUNTER and not value >= 0:
             raise TritonModelException(
                 f"{prefix}TRITONSERVER_METRIC_KIND_COUNTER can only be incremented monotonically "
@@ -136,10 +139,7 @@ class Metric:
             raise TritonModelException(prefix + _FAMILY_DELETED)
 
     def _change(self, method: str, value: Any) -> None:
-        number = float(value)
-        if math.isnan(number):
-            raise TritonModelException("a metric's value must be a number, not NaN")
-        self._port.notify(method, self._id, number)
+        self._port.notify(method, self._id, float(value))
 
     def __del__(self) -> None:
         self._port.notify("metric_delete", self._id)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import enum
 from typing import TYPE_CHECKING, Any
 
+from npuserve.backends.worker import wire
 from npuserve.backends.worker.pb_response import (
     InferenceResponse,
     InferenceResponseSender,
@@ -24,6 +25,11 @@ TRITONSERVER_REQUEST_FLAG_SEQUENCE_START = 1
 TRITONSERVER_REQUEST_FLAG_SEQUENCE_END = 2
 TRITONSERVER_REQUEST_RELEASE_ALL = 1
 TRITONSERVER_REQUEST_RELEASE_RESCHEDULE = 2
+
+_UINT32_MAX = (1 << 32) - 1
+_INT64_MIN = -(1 << 63)
+_INT64_MAX = (1 << 63) - 1
+_UINT64_MAX = (1 << 64) - 1
 
 
 class MemoryType(enum.Enum):
@@ -42,8 +48,13 @@ class PreferredMemory:
     """Wish for the memory of BLS outputs; outputs are always in host memory here."""
 
     def __init__(self, preferred_memory_type: MemoryType, preferred_device_id: int = 0) -> None:
+        if not isinstance(preferred_memory_type, MemoryType):
+            raise TypeError(
+                "__init__(): incompatible constructor arguments: preferred_memory_type must be "
+                "TRITONSERVER_MEMORY_CPU or TRITONSERVER_MEMORY_GPU"
+            )
         self._type = preferred_memory_type
-        self._device_id = preferred_device_id
+        self._device_id = wire.integer(preferred_device_id, "preferred_device_id", 0, _INT64_MAX)
 
 
 class InferenceTrace:
@@ -91,6 +102,11 @@ class InferenceRequest:
                 "__init__(): incompatible constructor arguments: inputs, requested_output_names "
                 "and model_name are required"
             )
+        if type(requested_output_names) not in (list, tuple):
+            raise TypeError(
+                "__init__(): incompatible constructor arguments: requested_output_names must be a "
+                f"list, got {type(requested_output_names).__name__}"
+            )
         where = f"for request with id '{request_id}' and model name '{model_name}'"
         for tensor in inputs:
             if tensor is None:
@@ -100,17 +116,31 @@ class InferenceRequest:
         for name in requested_output_names:
             if name is None:
                 raise TritonModelException(f"Requested output name {where} should not be empty.")
-        if isinstance(correlation_id, bool) or not isinstance(correlation_id, (int, str)):
+        if not isinstance(correlation_id, (int, str)):
             raise TritonModelException("Correlation ID must be integer or string")
-        self._request_id = request_id
-        self._correlation_id = correlation_id
+        for value, kind in ((preferred_memory, PreferredMemory), (trace, InferenceTrace)):
+            if value is not None and not isinstance(value, kind):
+                raise TypeError(
+                    "__init__(): incompatible constructor arguments: expected a "
+                    f"{kind.__name__}, got {type(value).__name__}"
+                )
+        self._request_id = wire.text(request_id, "request_id")
+        self._correlation_id = (
+            wire.text(correlation_id, "correlation_id")
+            if isinstance(correlation_id, str)
+            else wire.integer(correlation_id, "correlation_id", 0, _UINT64_MAX)
+        )
         self._inputs = list(inputs)
-        self._output_names: Any = list(requested_output_names)
-        self._model_name = model_name
-        self._model_version = model_version
-        self._flags = flags
-        self._timeout = timeout
-        self._priority = priority
+        self._output_names: Any = [
+            wire.text(name, "requested_output_names") for name in requested_output_names
+        ]
+        self._model_name = wire.text(model_name, "model_name")
+        self._model_version = wire.integer(
+            model_version, "model_version", -_INT64_MAX - 1, _INT64_MAX
+        )
+        self._flags = wire.integer(flags, "flags", 0, _UINT32_MAX)
+        self._timeout = wire.integer(timeout, "timeout", 0, _UINT64_MAX)
+        self._priority = wire.integer(priority, "priority", 0, _UINT64_MAX)
         self._preferred_memory = preferred_memory
         self._parameters = parameters_json(parameters)
         self._trace = trace._key if trace is not None else None
@@ -157,7 +187,7 @@ class InferenceRequest:
 
     def set_flags(self, flags: int) -> None:
         """Change the flags."""
-        self._flags = flags
+        self._flags = wire.integer(flags, "flags", 0, _UINT32_MAX)
 
     def timeout(self) -> int:
         """Queue timeout in µs, 0 for none."""

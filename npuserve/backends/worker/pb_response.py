@@ -30,6 +30,8 @@ class ErrorCode(enum.IntEnum):
     ALREADY_EXISTS = 6
     CANCELLED = 7
 
+    __str__ = enum.Enum.__str__  # the name, with every Python
+
 
 class TritonError:
     """An error for one request."""
@@ -144,7 +146,7 @@ def parameters_json(parameters: Any) -> str | None:
     if parameters is None:
         return None
     if not isinstance(parameters, dict):
-        raise TypeError(f"parameters must be a dict, got {type(parameters).__name__}")
+        raise TritonModelException(f"Expect dict as parameters, got {type(parameters)}")
     for key, value in parameters.items():
         if not isinstance(key, str):
             raise TritonModelException(
@@ -154,6 +156,8 @@ def parameters_json(parameters: Any) -> str | None:
             raise TritonModelException(
                 f"Expect parameters values to have type bool/int/str, found type {type(value)}"
             )
+        if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
+            raise TritonModelException(f"Expect parameters values to fit 64 bits, found {value}")
     return json.dumps(parameters)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from npuserve.backends.worker import dlpack
-from npuserve.backends.worker.wire import CODE_OF, DATATYPES
+from npuserve.backends.worker.wire import CODE_OF, DATATYPES, text
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -62,8 +62,9 @@ def triton_to_numpy_type(data_type: int) -> Any:
 
 
 def numpy_to_triton_type(data_type: Any) -> int | None:
-    """The number in the DataType enum of a NumPy type, or None."""
-    return _NUMPY_TO_TRITON.get(data_type)
+    """The number in the DataType enum of a NumPy type or dtype, or None."""
+    kind = data_type.type if isinstance(data_type, np.dtype) else data_type
+    return _NUMPY_TO_TRITON.get(kind)
 
 
 def serialize_byte_tensor(input_tensor: Array) -> Any:
@@ -104,6 +105,8 @@ def split_elements(data: Any) -> list[bytes]:
         start = offset + 4
         offset = start + unpack(data, offset)[0]
         elements.append(bytes(data[start:offset]))
+    if offset > end:
+        raise struct.error(f"text tensor is cut off: {offset} bytes expected, {end} found")
     return elements
 
 
@@ -123,6 +126,8 @@ class Tensor:
     __slots__ = ("_array", "_code", "_data", "_device_tensor", "_name", "_shape")
 
     def __init__(self, name: str, numpy_array: Array) -> None:
+        if type(name) is not str:
+            name = text(name, "name")
         if name == "":
             raise TritonModelException("Tensor name cannot be an empty string.")
         if not isinstance(numpy_array, np.ndarray):
@@ -242,6 +247,7 @@ class Tensor:
         Host memory is taken without a copy. A tensor on a card (CUDA, or an NPU through
         torch_npu) is kept as it is and copied when it leaves the model.
         """
+        name = text(name, "name")
         if name == "":
             raise TritonModelException("Tensor name cannot be an empty string.")
         if dlpack.is_capsule(tensor):
@@ -280,6 +286,8 @@ def _from_array(name: str, array: Array) -> Tensor:
             "DLPack tensor is not contiguous. Only contiguous DLPack tensors that are stored in "
             "C-Order are supported."
         )
+    if array.dtype.kind in "OSU":
+        raise TritonModelException("DLPack does not have support for string tensors.")
     return Tensor(name, array)
 
 

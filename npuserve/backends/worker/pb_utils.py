@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from npuserve.backends.worker import pb_request, pb_response, pb_tensor
+from npuserve.backends.worker import pb_request, pb_response, pb_tensor, wire
 from npuserve.backends.worker.pb_config import ModelConfig
 from npuserve.backends.worker.pb_metrics import Metric, MetricFamily, MetricKind
 from npuserve.backends.worker.pb_tensor import Tensor, TritonModelException
@@ -171,6 +171,12 @@ def bind(host: ModelHost, port: Port) -> ModuleType:
     return module
 
 
+def _content(value: Any) -> bytes:
+    if not isinstance(value, bytes):
+        raise TypeError(f"the content of files must be bytes, got {type(value).__name__}")
+    return value
+
+
 def _server_functions(host: ModelHost, port: Port) -> dict[str, Any]:
     def get_model_dir() -> str:
         """The directory that holds this version of the model."""
@@ -193,15 +199,20 @@ def _server_functions(host: ModelHost, port: Port) -> dict[str, Any]:
                 f"failed to load model '{model_name}', files should be a dictionary of file paths "
                 "and file contents"
             )
-        port.call("load_model", model_name, config, files)
+        name, config = wire.text(model_name, "model_name"), wire.text(config, "config")
+        if files is not None:
+            files = {wire.text(path, "a path of files"): _content(files[path]) for path in files}
+        port.call("load_model", name, config, files)
 
     def unload_model(model_name: str, unload_dependents: bool = False) -> None:
         """Unload a model. Raises TritonModelException if the server refuses."""
-        port.call("unload_model", model_name, unload_dependents)
+        port.call("unload_model", wire.text(model_name, "model_name"), bool(unload_dependents))
 
     def is_model_ready(model_name: str, model_version: str = "") -> bool:
         """Whether a model can serve; unknown models cannot."""
-        ready: bool = port.call("is_model_ready", model_name, model_version)
+        name = wire.text(model_name, "model_name")
+        version = wire.text(model_version, "model_version")
+        ready: bool = port.call("is_model_ready", name, version)
         return ready
 
     return {

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from npuserve.backends.worker.wire import STATUS_NAMES
 from npuserve.errors import (
     InternalError,
+    InvalidArgumentError,
     NotFoundError,
     NpuserveError,
     StatusCode,
@@ -93,7 +94,7 @@ class ModelServices:
     # -- BLS ----------------------------------------------------------------------------------
 
     def infer(
-        self, call_id: int, target: tuple[str, int], inputs: dict[str, Tensor],
+        self, call_id: int, target: tuple[str, int], inputs: list[Tensor],
         fields: Any, decoupled: bool, reply: Reply,
     ) -> None:  # fmt: skip
         """Run a request of the model; every answer, failure included, goes to `reply`.
@@ -108,10 +109,10 @@ class ModelServices:
         try:
             self._start(call_id, name, version, inputs, fields, decoupled, reply)
         except Exception as error:  # as in `call`
-            reply(InferenceResponse.from_error(_known(error)), True)
+            reply(InferenceResponse.from_error(_prefixed(name, _known(error))), True)
 
     def _start(
-        self, call_id: int, name: str, version: int, inputs: dict[str, Tensor],
+        self, call_id: int, name: str, version: int, inputs: list[Tensor],
         fields: Any, decoupled: bool, reply: Reply,
     ) -> None:  # fmt: skip
         try:
@@ -138,18 +139,16 @@ class ModelServices:
                 if final:
                     self._refused.remove(call_id)
                 return
-            if response is not None and response.error is not None:
-                response = InferenceResponse.from_error(_prefixed(name, response.error))
             reply(response, final)
 
         request = _request(name, version, inputs, fields, answered)
         self._requests[call_id] = request, reply
         try:
             self._server.infer(request)
-        except Exception as error:
+        except Exception:
             self._requests.pop(call_id, None)
             self._caller.ended(call_id)
-            raise _prefixed(name, _known(error)) from None
+            raise
 
     def waits(self, call_id: int) -> None:
         """The model waits for the call within `execute`; refuses one that cannot be answered."""
@@ -287,12 +286,17 @@ def _prefixed(name: str, error: NpuserveError) -> NpuserveError:
 
 
 def _request(
-    name: str, version: int, inputs: dict[str, Tensor], fields: Any, on_response: Reply
+    name: str, version: int, inputs: list[Tensor], fields: Any, on_response: Reply
 ) -> InferenceRequest:
+    by_name: dict[str, Tensor] = {}
+    for tensor in inputs:
+        if tensor.name in by_name:
+            raise InvalidArgumentError(f"input '{tensor.name}' already exists in request")
+        by_name[tensor.name] = tensor
     id_, correlation_id, flags, timeout, priority, parameters, outputs, parent = fields
     request = InferenceRequest(
         name,
-        inputs,
+        by_name,
         on_response,
         model_version=version,
         id=id_,

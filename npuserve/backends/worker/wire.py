@@ -24,6 +24,7 @@ Runs in every interpreter a worker may have: standard library only.
 from __future__ import annotations
 
 import marshal
+import operator
 from typing import Any
 
 # server → worker                   payload
@@ -102,6 +103,38 @@ class WireError(Exception):
 def pack(kind: int, memory: Any, payload: Any) -> bytes:
     """One message as bytes. Buffers (memoryview, contiguous array) are written as bytes."""
     return marshal.dumps((kind, memory, payload), _MARSHAL_VERSION)
+
+
+def text(value: Any, what: str) -> str:
+    """A model's argument as a str of exactly that type: marshal writes numpy.str_ as bytes.
+
+    Raises:
+        TypeError: it is none.
+    """
+    if type(value) is str:
+        return value
+    if isinstance(value, bytes):
+        return value.decode()
+    if not isinstance(value, str):
+        raise TypeError(
+            f"incompatible function arguments: {what} must be a str, got {type(value).__name__}"
+        )
+    return str.__str__(value)
+
+
+def integer(value: Any, what: str, lowest: int, highest: int) -> int:
+    """A model's argument as an int of exactly that type: marshal writes numpy.int64 as bytes.
+
+    Raises:
+        TypeError: it is none, or beyond the limits.
+    """
+    number = int(operator.index(value)) if hasattr(value, "__index__") else None
+    if number is None or not lowest <= number <= highest:
+        raise TypeError(
+            f"incompatible function arguments: {what} must be an integer from {lowest} to "
+            f"{highest}, got {value!r}"
+        )
+    return number
 
 
 def unpack(data: Any) -> Message:

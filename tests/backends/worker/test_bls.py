@@ -66,6 +66,16 @@ class TritonPythonModel:
     def failing(self, r, target):
         return outcome(make(r, target, request_id="fail").exec())
 
+    def unexpected(self, r, target):
+        x = pb_utils.Tensor("IN", tensor(r).as_numpy())
+        return outcome(pb_utils.InferenceRequest(
+            model_name=target, requested_output_names=["OUT", "NO"], inputs=[x]).exec())
+
+    def twice(self, r, target):
+        x = pb_utils.Tensor("IN", tensor(r).as_numpy())
+        return outcome(pb_utils.InferenceRequest(
+            model_name=target, requested_output_names=["OUT"], inputs=[x, x]).exec())
+
     def stream(self, r, target):
         return [outcome(a) for a in make(r, target).exec(decoupled=True)]
 
@@ -161,7 +171,8 @@ async def test_calls(repository: Path, execution: str) -> None:
             ("async", "stream:repeat", [[[1]], [[2]], []]),
             (
                 "sync", "call:nobody",
-                "Failed for execute the inference request. Model 'nobody' is not ready.",
+                "Model nobody - Error when running inference: Failed for execute the inference "
+                "request. Model 'nobody' is not ready.",
             ),
             (
                 "sync", "ready:double",
@@ -172,7 +183,15 @@ async def test_calls(repository: Path, execution: str) -> None:
         ):  # fmt: skip
             assert await _ask(models, caller, what) == expected, what
         failed = await _ask(models, "sync", "failing:double")
-        assert "Model double - Error when running inference: Failed to process" in str(failed)
+        assert str(failed).startswith("Failed to process the request(s) for model instance")
+        strange = await _ask(models, "sync", "unexpected:double")
+        assert strange == (
+            "Model double - Error when running inference: unexpected inference output 'NO' for "
+            "model 'double'"
+        )
+        assert await _ask(models, "sync", "twice:double") == (
+            "Model double - Error when running inference: input 'IN' already exists in request"
+        )
         refused = await _ask(models, "sync", "call:repeat")
         assert "Please use 'decoupled=True' argument" in str(refused)
 
@@ -307,13 +326,18 @@ class TritonPythonModel:
         self.gauges = pb_utils.MetricFamily(
             name="level", description="a level", kind=pb_utils.MetricFamily.GAUGE)
         self.gauge = self.gauges.Metric(labels={})
+        self.histograms = pb_utils.MetricFamily(
+            name="sizes", description="sizes", kind=pb_utils.MetricFamily.HISTOGRAM)
+        self.histogram = self.histograms.Metric(buckets=[1, 2])
 
     def execute(self, requests):
         self.metric.increment(2)
+        self.gauge.set(float("nan"))
+        nothing = self.gauge.value()
         self.gauge.set(-4.5)
-        texts = []
+        texts = [str(nothing)]
         for wrong in (lambda: self.metric.increment(-1), lambda: self.metric.set(1),
-                      lambda: self.gauge.observe(1)):
+                      lambda: self.gauge.observe(1), lambda: self.histogram.increment(1)):
             try:
                 wrong()
             except pb_utils.TritonModelException as error:
@@ -329,10 +353,16 @@ async def test_custom_metrics(tmp_path: Path, execution: str) -> None:
         await models.infer()
         first, second, texts = json.loads((await models.infer()).text)
         assert (first, second) == (4, -4.5)
-        assert [text.split(": ")[0] for text in texts] == [
-            "Failed to increment metric value",
-            "Failed to set metric value",
-            "Failed to observe metric value",
+        counter, gauge, histogram = (
+            f"TRITONSERVER_METRIC_KIND_{kind}" for kind in ("COUNTER", "GAUGE", "HISTOGRAM")
+        )
+        assert texts == [
+            "nan",
+            f"Failed to increment metric value: {counter} can only be incremented monotonically by "
+            "non-negative values.",
+            f"Failed to set metric value: {counter} does not support Set",
+            f"Failed to observe metric value: {gauge} does not support Observe",
+            f"Failed to increment metric value: {histogram} does not support Increment",
         ]
         assert 'jobs_total{m="a"} 4.0' in _scrape(models)
     assert "jobs_total{" not in _scrape(models)
@@ -378,7 +408,11 @@ async def test_odd_arguments_are_errors(tmp_path: Path, execution: str) -> None:
         kind = pb_utils.MetricFamily.GAUGE
         yield lambda: pb_utils.MetricFamily(name=5, description="", kind=kind)
         yield lambda: pb_utils.is_model_ready(5)
+        yield lambda: pb_utils.is_model_ready("m", 1)
+        yield lambda: pb_utils.unload_model(5)
+        yield lambda: pb_utils.load_model("m", config=5)
         yield lambda: pb_utils.load_model("m", files={1: 2})
+        yield lambda: pb_utils.load_model("m", config="{}", files={"file:1/model.py": "text"})
 
     class TritonPythonModel:
         def execute(self, requests):
@@ -394,4 +428,48 @@ async def test_odd_arguments_are_errors(tmp_path: Path, execution: str) -> None:
     async with served(
         tmp_path, execution, model_control_mode="explicit", load_model=("m",)
     ) as models:
-        assert (await models.infer()).value == [2.0]
+        assert (await models.infer()).value == [7.0]
+
+
+SHOWS_ITSELF = """
+class TritonPythonModel:
+    def execute(self, requests):
+        return [response(np.array([json.dumps([
+            r.request_id(), r.correlation_id(), r.flags(), r.timeout(), sorted(
+                json.loads(r.parameters()).items()),
+            [t.name() for t in r.inputs()]])], object)) for r in requests]
+"""
+
+FROM_NUMPY = (
+    CALLER
+    + """
+import enum
+
+class Flags(enum.IntFlag):
+    START = 1
+
+class TritonPythonModel:
+    def execute(self, requests):
+        text = np.str_
+        answer = pb_utils.InferenceRequest(
+            request_id=text("id"), correlation_id=text("seq"), model_name=text("target"),
+            model_version=np.int64(1), flags=Flags.START, timeout=np.uint32(7),
+            requested_output_names=[text("OUT")],
+            inputs=[pb_utils.Tensor(text("IN"), np.ones(1, np.float32))],
+            parameters={text("a"): text("b"), "n": -(2**63)}).exec()
+        (shown,) = answer.output_tensors()
+        ready = pb_utils.is_model_ready(text("target"), text("1"))
+        return [report([json.loads(shown.as_numpy()[0]), ready]) for _ in requests]
+"""
+)
+
+
+async def test_values_of_numpy_and_enumerations(tmp_path: Path, execution: str) -> None:
+    """Text and numbers of derived types arrive as what they stand for."""
+    write_model(tmp_path, "m", FROM_NUMPY)
+    write_model(tmp_path, "target", SHOWS_ITSELF)
+    async with served(tmp_path, execution) as models:
+        assert json.loads((await models.infer()).text) == [
+            ["id", "seq", 1, 7, [["a", "b"], ["n", -(2**63)]], ["IN"]],
+            True,
+        ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import struct
 from typing import Any
 
 import numpy as np
@@ -105,6 +106,10 @@ def test_tensor_on_a_card_is_copied_when_it_leaves() -> None:
     [
         (object(), "Provided tensor is not supported."),
         (np.zeros((2, 3)).T, "DLPack tensor is not contiguous."),
+        (np.arange(4)[::2], "DLPack tensor is not contiguous."),
+        (np.array([b"x"], object), "DLPack does not have support for string tensors."),
+        (np.array([b"x"]), "DLPack does not have support for string tensors."),
+        (np.array(["x"]), "DLPack does not have support for string tensors."),
         (_Holder(None, (4, 0)), "DLDevice type 4 is not support by Python backend."),
     ],
 )
@@ -138,6 +143,9 @@ def test_constructor_makes_arrays_plain() -> None:
         Tensor("", np.zeros(1))
     with pytest.raises(TypeError):
         Tensor("A", [1])  # type: ignore[arg-type]
+    with pytest.raises(TypeError):
+        Tensor(5, np.zeros(1))  # type: ignore[arg-type]
+    assert type(Tensor(np.str_("A"), np.zeros(1)).name()) is str
 
 
 @given(st.lists(st.one_of(st.binary(), st.text(st.characters(exclude_categories=["Cs"])))))
@@ -151,6 +159,13 @@ def test_text_round_trip(elements: list[bytes | str]) -> None:
     assert pb_tensor.deserialize_bytes_tensor(wire).tolist() == expected
 
 
+@pytest.mark.parametrize("cut", [b"\x05\0\0\0ab", b"\x01\0\0\0a\x02\0", b"\x01"])
+def test_text_that_is_cut_off(cut: bytes) -> None:
+    """Half an element, or half its length, is an error."""
+    with pytest.raises(struct.error):
+        pb_tensor.deserialize_bytes_tensor(cut)
+
+
 def test_type_conversions() -> None:
     """Names, numbers and NumPy types map as in Triton."""
     assert pb_tensor.triton_string_to_numpy("TYPE_STRING") is np.object_
@@ -159,4 +174,9 @@ def test_type_conversions() -> None:
     assert pb_tensor.triton_to_numpy_type(11) is np.float32
     assert pb_tensor.triton_to_numpy_type(99) is None
     assert pb_tensor.numpy_to_triton_type(np.bytes_) == 13
+    for number in range(1, 14):
+        numpy_type = pb_tensor.triton_to_numpy_type(number)
+        assert pb_tensor.numpy_to_triton_type(numpy_type) == number
+        assert pb_tensor.numpy_to_triton_type(np.dtype(numpy_type)) == number
+    assert pb_tensor.numpy_to_triton_type("float32") is None
     assert pb_tensor.serialize_byte_tensor(np.zeros(2)) is None
