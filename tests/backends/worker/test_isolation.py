@@ -20,6 +20,7 @@ import pytest
 
 from npuserve.backends.worker import fork_server
 from npuserve.errors import InternalError
+from npuserve.server.schedulers import default
 from tests.backends.worker.models import CONFIG, parameter, served, served_model, write_model
 
 DOUBLE = """
@@ -73,10 +74,17 @@ async def test_death_fails_the_request_and_the_instance_comes_back(
         assert (statistics.success.count, statistics.fail.count) == (2, 1)
 
 
+@pytest.fixture
+def handed_over_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the first execution, however long it takes, the next request is handed over early."""
+    monkeypatch.setattr(default, "_SHORT_EXECUTION_NS", 1 << 62)
+
+
+@pytest.mark.usefixtures("handed_over_early")
 async def test_death_fails_what_was_executed(tmp_path: Path) -> None:
     """What waits is served by the next worker, also what the dead one had in its channel."""
     async with served_model(tmp_path, DEADLY) as models:
-        await models.infer()  # short executions: from now on the next request is handed over early
+        await models.infer()
         calls = [models.start(id=mode) for mode in ("", "segfault", *[""] * 20)]
         errors = [(await call.answer()).error for call in calls]
         assert [i for i, error in enumerate(errors) if error] == [1]
@@ -86,6 +94,7 @@ async def test_death_fails_what_was_executed(tmp_path: Path) -> None:
         assert models.server.model("m").pool.inflight == 0
 
 
+@pytest.mark.usefixtures("handed_over_early")
 async def test_nobody_waits_for_a_worker_that_keeps_dying(tmp_path: Path) -> None:
     """From the second death on, what it had in its channel fails as well."""
     async with served_model(tmp_path, DEADLY) as models:
@@ -96,6 +105,7 @@ async def test_nobody_waits_for_a_worker_that_keeps_dying(tmp_path: Path) -> Non
     assert [i for i, error in enumerate(errors) if error] == [1, 2]
 
 
+@pytest.mark.usefixtures("handed_over_early")
 async def test_what_waits_for_a_worker_that_does_not_come_up_fails(tmp_path: Path) -> None:
     """A queue may wait for better times, but what was handed over is told."""
     code = f"""
