@@ -11,6 +11,7 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 from npuserve.protocol.http.session import FrontEnd, HttpSession
+from npuserve.protocol.http.tls_transport import TlsTransport
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,10 +24,11 @@ class HttpConnection(asyncio.BufferedProtocol):
         session: what the bytes mean.
     """
 
-    __slots__ = ("_direct", "_read_buffer", "session")
+    __slots__ = ("_direct", "_read_buffer", "_writer", "session")
 
     def __init__(self, front: FrontEnd, **uvicorn_arguments: Any) -> None:
         self.session = HttpSession(front, **uvicorn_arguments)
+        self._writer: HttpSession | TlsTransport = self.session
         self._read_buffer = front.read_buffer
         self._direct = False
 
@@ -43,12 +45,16 @@ class HttpConnection(asyncio.BufferedProtocol):
         else:
             self.session.received(self._read_buffer[:nbytes])
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+    def connection_made(self, transport: Any) -> None:
         """The socket is open."""
+        if transport.get_extra_info("sslcontext") is not None:
+            transport = self._writer = TlsTransport(transport, self.session)
         self.session.connection_made(transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The socket is closed."""
+        if isinstance(self._writer, TlsTransport):
+            self._writer.drop()
         self.session.connection_lost(exc)
 
     def eof_received(self) -> None:
@@ -56,11 +62,11 @@ class HttpConnection(asyncio.BufferedProtocol):
 
     def pause_writing(self) -> None:
         """Too much waits to be written."""
-        self.session.pause_writing()
+        self._writer.pause_writing()
 
     def resume_writing(self) -> None:
         """The client has read most of it."""
-        self.session.resume_writing()
+        self._writer.resume_writing()
 
 
 def connection_class(front: FrontEnd) -> Callable[..., HttpConnection]:

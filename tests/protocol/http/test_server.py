@@ -235,6 +235,10 @@ async def test_tls(start: Start, certificate: tuple[Path, Path]) -> None:
     assert (await client.ask(get("/v2"))).status == 200
     reply = await client.ask(post(PATH, infer_json([0.5] * 20_000)))
     assert reply.json()["outputs"][0]["data"] == [0.5] * 20_000
+    values = [0.5] * 500_000
+    reply = await client.ask(post(PATH, infer_json(values), "Connection: close"))
+    assert reply.json()["outputs"][0]["data"] == values
+    assert await client.is_closed()
     await client.close()
 
 

@@ -23,6 +23,7 @@ from npuserve.protocol.http.session import (
     SLOW_SECONDS,
     STALL_SECONDS,
 )
+from npuserve.protocol.http.tls_transport import PIECE_BYTES as TLS_PIECE_BYTES
 from npuserve.response import InferenceResponse
 from tests.protocol.http.fakes import (
     FakeModel,
@@ -493,6 +494,17 @@ async def test_a_client_that_does_not_read_is_slow_all_the_same(
     assert wire.transport.socket.threshold == 1
 
 
+async def test_an_encrypted_reply_is_freed_with_its_connection(server: FakeServer) -> None:
+    """The client leaves before it has read all."""
+    wire = Wire(server, {"sslcontext": object()})
+    wire.transport.after_write = wire.pause_writing
+    block = bytearray(10 * TLS_PIECE_BYTES)
+    wire.session.transport.write(memoryview(block))
+    wire.hang_up()
+    block.clear()  # raises BufferError while a view of it is left
+    wire.close()
+
+
 @pytest.mark.parametrize("begun", [0, 2 * READ_BYTES], ids=["never", "no longer"])
 async def test_large_bodies_need_no_threshold(server: FakeServer, wire: Wire, begun: int) -> None:
     """Where the system refuses it, they come as they come."""
@@ -502,3 +514,34 @@ async def test_large_bodies_need_no_threshold(server: FakeServer, wire: Wire, be
     wire.feed(LARGE[begun : begun + PIECE_BYTES])
     wire.feed(LARGE[begun + PIECE_BYTES :])
     assert wire.ids == ["large"]
+
+
+async def test_an_encrypted_reply_leaves_as_its_client_reads(server: FakeServer) -> None:
+    """It is not taken for sent before; the connection closes behind it, not in it."""
+    wire = Wire(server, {"sslcontext": object()})
+    wire.transport.after_write = wire.pause_writing  # there is room for one piece
+    reply = [b"head", *[bytes([n]) * 300_000 for n in range(5)]]
+    wire.session.transport.writelines(reply)
+    wire.session.transport.close()
+    now, sent = server.loop.time(), 0
+    while not wire.transport.closed:
+        assert sent < len(wire.written) <= sent + TLS_PIECE_BYTES
+        sent = len(wire.written)
+        now += STALL_SECONDS - 1
+        wire.session.expire(now)
+        wire.resume_writing()
+    assert wire.written == b"".join(reply)
+    wire.close()
+
+
+async def test_an_encrypted_reply_that_nobody_reads_ends(server: FakeServer) -> None:
+    """As over plain TCP."""
+    wire = Wire(server, {"sslcontext": object()})
+    wire.transport.after_write = wire.pause_writing
+    wire.session.transport.write(bytes(10 * TLS_PIECE_BYTES))
+    wire.session.expire(server.loop.time() + STALL_SECONDS - 1)
+    assert not wire.transport.closed
+    wire.session.expire(server.loop.time() + STALL_SECONDS + 1)
+    wire.close()
+    assert wire.session.transport.get_write_buffer_size() == 0
+    assert wire.transport.closed

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import re
 import socket
+from collections.abc import Callable
 from typing import Any
 
 import uvicorn
@@ -49,6 +50,7 @@ class FakeTransport(asyncio.Transport):
     Attributes:
         socket: below it.
         unsent: how much of what was written waits for the client to read.
+        after_write: called then.
     """
 
     def __init__(self, **extra: Any) -> None:
@@ -58,6 +60,7 @@ class FakeTransport(asyncio.Transport):
         self._reading = True
         self.closed = False
         self.unsent = 0
+        self.after_write: Callable[[], None] = lambda: None
 
     def get_write_buffer_size(self) -> int:
         return self.unsent
@@ -65,6 +68,7 @@ class FakeTransport(asyncio.Transport):
     def write(self, data: Any) -> None:
         assert not self.closed, "write to a closed transport"
         self.written += data
+        self.after_write()
 
     def writelines(self, list_of_data: Any) -> None:
         self.write(b"".join(list_of_data))
