@@ -7,6 +7,8 @@ models it waits for. Pure; one graph per Python backend.
 
 from __future__ import annotations
 
+from typing import Any
+
 from npuserve.errors import InternalError
 
 
@@ -16,6 +18,8 @@ class Caller:
     Attributes:
         overlaps: waiting does not occupy it: its batches overlap (`async def execute`), or its
             threads may wait after `execute` returned (decoupled).
+        limit: batches that overlap, for those of `async def execute`: when as many wait, it is
+            occupied as well. 0 for no limit.
     """
 
     def __init__(self, graph: CallGraph, model: str) -> None:
@@ -23,18 +27,26 @@ class Caller:
         self._model = model
         self._waits_for: dict[int, str] = {}
         self._blocked_by: dict[int, str] = {}  # of an instance that overlaps, see `blocks`
+        self._batches: dict[int, Any] = {}  # the batch each call was made for, where it counts
         self.overlaps = False
+        self.limit = 0
         graph.models.setdefault(model, []).append(self)
 
-    def starts(self, call_id: int, target: str) -> None:
+    def starts(self, call_id: int, target: str, batch: Any = None) -> None:
         """The instance is about to call `target` and to wait.
+
+        Args:
+            batch: the one the call is made for, if `async def execute` makes it.
 
         Raises:
             InternalError: the answer could never come.
         """
         self._waits_for[call_id] = target
         if not self.overlaps:
-            self._check(self._waits_for, call_id)
+            self._check(call_id, self._waits_for)
+        elif self.limit and batch is not None:
+            self._batches[call_id] = batch
+            self._check(call_id, self._waits_for, self._batches)
 
     def blocks(self, call_id: int) -> None:
         """An instance that overlaps waits within `execute`, so that nothing else goes on there.
@@ -44,18 +56,25 @@ class Caller:
         """
         if self.overlaps and call_id in self._waits_for:
             self._blocked_by[call_id] = self._waits_for[call_id]
-            self._check(self._blocked_by, call_id)
+            self._check(call_id, self._blocked_by)
 
-    def _check(self, calls: dict[int, str], call_id: int) -> None:
-        target = calls[call_id]
+    def _check(self, call_id: int, *notes: dict[int, Any]) -> None:
+        target = self._waits_for[call_id]
         if self._graph.is_stuck(target):
-            del calls[call_id]
+            for note in notes:
+                del note[call_id]
             # Differs from Triton: there both requests hang for ever.
             raise InternalError(
                 f"Model {self._model} calls model {target}, all instances of which wait for each "
                 "other: the call could never be answered. Raise the count in instance_group, or "
-                "make execute a coroutine (async def) that awaits async_exec."
+                f"{self._advice}."
             )
+
+    @property
+    def _advice(self) -> str:
+        if self.limit:
+            return "the parameter async_batches, and await async_exec instead of calling exec"
+        return "make execute a coroutine (async def) that awaits async_exec"
 
     def responded(self, call_id: int) -> None:
         """A response came: whoever is waited for is at work."""
@@ -65,11 +84,18 @@ class Caller:
         """The call was answered."""
         self._waits_for.pop(call_id, None)
         self._blocked_by.pop(call_id, None)
+        self._batches.pop(call_id, None)
+
+    def finished(self, batch: Any) -> None:
+        """`execute` is through with a batch, whatever became of the calls it made."""
+        for call_id in [key for key, value in self._batches.items() if value == batch]:
+            del self._batches[call_id]
 
     def clear(self) -> None:
         """The instance ended all its calls."""
         self._waits_for.clear()
         self._blocked_by.clear()
+        self._batches.clear()
 
     def leave(self) -> None:
         """The instance is gone."""
@@ -81,8 +107,16 @@ class Caller:
 
     def can_go_on(self, stuck: set[str]) -> bool:
         """Whether it is free, or waits only for models outside `stuck`."""
-        calls = self._blocked_by if self.overlaps else self._waits_for
-        return stuck.isdisjoint(calls.values())
+        if not self.overlaps:
+            return stuck.isdisjoint(self._waits_for.values())
+        if not stuck.isdisjoint(self._blocked_by.values()):
+            return False
+        if len(self._batches) < self.limit or not self.limit:
+            return True
+        waiting = {
+            batch for call_id, batch in self._batches.items() if self._waits_for[call_id] in stuck
+        }
+        return len(waiting) < self.limit
 
 
 class CallGraph:

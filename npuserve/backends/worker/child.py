@@ -31,7 +31,7 @@ from npuserve.backends.worker.loader import import_plainly
 from npuserve.backends.worker.outbox import Outbox
 from npuserve.backends.worker.pb_response import InferenceResponse
 from npuserve.backends.worker.pb_tensor import Tensor, TritonModelException
-from npuserve.backends.worker.port import Mailbox
+from npuserve.backends.worker.port import Mailbox, current_batch
 from npuserve.backends.worker.stdio import PortLogHandler, flush, take_output
 
 if TYPE_CHECKING:
@@ -228,6 +228,7 @@ class Worker:
 
     async def _run_async(self, host: ModelHost, payload: Any) -> None:
         batch_id = payload[0]
+        current_batch.set(batch_id)
         requests: list[InferenceRequest] = []
         input_ready = 0
         error = None
@@ -449,7 +450,7 @@ class Worker:
                 wire.INFER,
                 (
                     mailbox.handle, request._model_name, request._model_version,
-                    (tensors, fields), decoupled,
+                    (tensors, fields), decoupled, current_batch.get(),
                 ),
             )  # fmt: skip
         return mailbox
@@ -474,7 +475,7 @@ class Worker:
         if not items:
             self._tell_waiting(mailbox)
             self._read_until(lambda: bool(items))
-        return _opened(items.popleft())
+        return _opened(mailbox.take())
 
     def _tell_waiting(self, mailbox: Mailbox) -> None:
         """The batches of such models overlap, but not while the main thread is waiting."""
@@ -482,11 +483,11 @@ class Worker:
         if (
             host is not None
             and (host.decoupled or host.is_async)
-            and not mailbox.awaited
+            and mailbox.told != mailbox.taken
             and threading.current_thread() is threading.main_thread()
         ):
-            mailbox.awaited = True
-            self._channel.send(wire.WAITS, mailbox.handle)
+            mailbox.told = mailbox.taken
+            self._channel.send(wire.WAITS, (mailbox.handle, mailbox.taken))
 
     async def wait_async(self, mailbox: Mailbox) -> Any:
         """See `Port.wait_async`."""
@@ -505,7 +506,7 @@ class Worker:
             if mailbox.items:  # it came before `wake` was set, read by another thread
                 arrived.set()
             await arrived.wait()
-        return _opened(mailbox.items.popleft())
+        return _opened(mailbox.take())
 
     def call(self, method: str, *args: Any) -> Any:
         """See `Port.call`."""

@@ -15,7 +15,7 @@ from npuserve.backends.worker import wire
 from npuserve.backends.worker.pb_response import InferenceResponse
 from npuserve.backends.worker.pb_tensor import Tensor as ModelTensor
 from npuserve.backends.worker.pb_tensor import TritonModelException
-from npuserve.backends.worker.port import Mailbox
+from npuserve.backends.worker.port import Mailbox, current_batch
 from npuserve.backends.worker.services import INDEX_OF_STATUS, ModelServices, error_of
 from npuserve.errors import InternalError
 from npuserve.response import InferenceResponse as ServerResponse
@@ -133,7 +133,10 @@ class LocalPort:
         )  # fmt: skip
         inputs = [self._tensor(tensor) for tensor in request._inputs]
         target = (request._model_name, request._model_version)
-        self.post(self._services.infer, mailbox.handle, target, inputs, fields, decoupled, reply)
+        batch = current_batch.get()
+        self.post(
+            self._services.infer, mailbox.handle, target, inputs, fields, decoupled, reply, batch
+        )
         return mailbox
 
     def _put(self, mailbox: Mailbox, item: Any) -> None:
@@ -151,13 +154,17 @@ class LocalPort:
         with self._arrived:
             while not mailbox.items:
                 self._arrived.wait()
-            return mailbox.items.popleft()
+            return mailbox.take()
 
     def _tell_waiting(self, mailbox: Mailbox) -> None:
         """Nothing else goes on in this instance while its main thread waits."""
-        if not (mailbox.items or mailbox.awaited) and self.main_thread == threading.get_ident():
-            mailbox.awaited = True
-            self.post(self._services.waits, mailbox.handle)
+        if (
+            not mailbox.items
+            and mailbox.told != mailbox.taken
+            and self.main_thread == threading.get_ident()
+        ):
+            mailbox.told = mailbox.taken
+            self.post(self._services.waits, mailbox.handle, mailbox.taken)
 
     async def wait_async(self, mailbox: Mailbox) -> Any:
         """See `Port.wait_async`."""
@@ -167,10 +174,10 @@ class LocalPort:
         arrived = asyncio.Event()
         with self._arrived:
             if mailbox.items:
-                return mailbox.items.popleft()
+                return mailbox.take()
             mailbox.wake = lambda: loop.call_soon_threadsafe(arrived.set)
         await arrived.wait()
-        return mailbox.items.popleft()
+        return mailbox.take()
 
     def call(self, method: str, *args: Any) -> Any:
         """See `Port.call`."""

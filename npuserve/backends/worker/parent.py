@@ -81,6 +81,7 @@ class WorkerInstance(LoopInstance):
         overlaps = bool(facts["async"])
         self._launcher.caller.overlaps = overlaps or self._launcher.decoupled
         # A worker reads its next batch when it has sent the result of the last one.
+        self._launcher.caller.limit = self._settings.async_batches if overlaps else 0
         self.prefetches = not overlaps
         if overlaps:
             self.max_inflight = self._settings.async_batches
@@ -264,6 +265,8 @@ class WorkerInstance(LoopInstance):
     def _on_result(self, payload: Any) -> None:
         batch_id, input_ready_ns, output_ready_ns, outcomes, failure = payload
         batch = self._batches.pop(batch_id)
+        if not self.prefetches:
+            self._launcher.caller.finished(batch_id)
         self._polling.answered()
         if self._deadlines:
             self._end_deadline(batch_id)
@@ -385,7 +388,7 @@ class WorkerInstance(LoopInstance):
             connection.send(wire.ANSWER, (call_id, ok, value))
 
     def _on_infer(self, payload: Any) -> None:
-        call_id, name, version, (tensors, fields), decoupled = payload
+        call_id, name, version, (tensors, fields), decoupled, batch = payload
         assert self._connection is not None
         reply: Reply = partial(self._infer_answered, self._connection, call_id)
         try:
@@ -395,7 +398,7 @@ class WorkerInstance(LoopInstance):
             reply(_unreadable("input of the request", failure), True)
             return
         fields = (*fields[:-1], self._request_of(fields[-1]))
-        self._services.infer(call_id, (name, version), inputs, fields, decoupled, reply)
+        self._services.infer(call_id, (name, version), inputs, fields, decoupled, reply, batch)
 
     def _request_of(self, key: Any) -> InferenceRequest | None:
         """The request with this key, if the worker still has it."""
@@ -420,8 +423,8 @@ class WorkerInstance(LoopInstance):
             item = _to_wire(_unreadable("response of the model", failure), connection.link)
         connection.send(wire.INFER_RESPONSE, (call_id, item, final))
 
-    def _on_waits(self, call_id: int) -> None:
-        self._services.waits(call_id)
+    def _on_waits(self, payload: tuple[int, int]) -> None:
+        self._services.waits(*payload)
 
     def _on_infer_cancel(self, call_id: int) -> None:
         self._services.cancel_infer(call_id)

@@ -7,11 +7,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from npuserve.backends.worker.pb_request import InferenceRequest
     from npuserve.backends.worker.pb_response import InferenceResponse
+
+
+# The batch that `async def execute` works on, for the calls it makes; tasks and asyncio.to_thread
+# inherit it. None elsewhere.
+current_batch: ContextVar[int | None] = ContextVar("current_batch", default=None)
 
 
 class Mailbox:
@@ -20,16 +26,18 @@ class Mailbox:
     Attributes:
         wake: called after an answer was put, if a coroutine waits for it.
         handle: the port's own note of the call.
-        awaited: whether the server knows that `execute` waits for it.
+        taken: answers taken out so far.
+        told: the value of `taken` at which the server heard that `execute` waits; -1 for never.
     """
 
-    __slots__ = ("awaited", "handle", "items", "wake")
+    __slots__ = ("handle", "items", "taken", "told", "wake")
 
     def __init__(self, handle: Any = None) -> None:
         self.items: deque[Any] = deque()
         self.wake: Callable[[], object] | None = None
         self.handle = handle
-        self.awaited = False
+        self.taken = 0
+        self.told = -1
 
     def put(self, item: Any) -> None:
         """Add an answer."""
@@ -37,6 +45,11 @@ class Mailbox:
         wake, self.wake = self.wake, None
         if wake is not None:
             wake()
+
+    def take(self) -> Any:
+        """Take out the next answer, which is there."""
+        self.taken += 1
+        return self.items.popleft()
 
 
 class Port(Protocol):

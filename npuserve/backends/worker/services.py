@@ -95,7 +95,7 @@ class ModelServices:
 
     def infer(
         self, call_id: int, target: tuple[str, int], inputs: list[Tensor],
-        fields: Any, decoupled: bool, reply: Reply,
+        fields: Any, decoupled: bool, reply: Reply, batch: int | None = None,
     ) -> None:  # fmt: skip
         """Run a request of the model; every answer, failure included, goes to `reply`.
 
@@ -104,16 +104,17 @@ class ModelServices:
             target: model name and version.
             fields: as in `wire`, the last one the request whose trace it continues, or None.
             decoupled: whether any number of responses is welcome.
+            batch: see `Caller.starts`.
         """
         name, version = target
         try:
-            self._start(call_id, name, version, inputs, fields, decoupled, reply)
+            self._start(call_id, name, version, inputs, fields, decoupled, reply, batch)
         except Exception as error:  # as in `call`
             reply(InferenceResponse.from_error(_prefixed(name, _known(error))), True)
 
     def _start(
         self, call_id: int, name: str, version: int, inputs: list[Tensor],
-        fields: Any, decoupled: bool, reply: Reply,
+        fields: Any, decoupled: bool, reply: Reply, batch: int | None,
     ) -> None:  # fmt: skip
         try:
             model = self._server.model(name, version)
@@ -128,7 +129,7 @@ class ModelServices:
                 "'decoupled=True' argument to the 'exec' or 'async_exec' calls for decoupled "
                 "models.'"
             )
-        self._caller.starts(call_id, name)
+        self._caller.starts(call_id, name, batch)
 
         def answered(response: InferenceResponse | None, final: bool) -> None:
             self._caller.responded(call_id)
@@ -150,10 +151,14 @@ class ModelServices:
             self._caller.ended(call_id)
             raise
 
-    def waits(self, call_id: int) -> None:
-        """The model waits for the call within `execute`; refuses one that cannot be answered."""
+    def waits(self, call_id: int, taken: int) -> None:
+        """The model waits for the call within `execute`; refuses one that cannot be answered.
+
+        Args:
+            taken: responses the model has had; if there are more, it waits no longer.
+        """
         request, reply = self._requests.get(call_id, (None, None))
-        if request is None or reply is None or request.response_count:
+        if request is None or reply is None or request.response_count > taken:
             return
         try:
             self._caller.blocks(call_id)

@@ -5,10 +5,12 @@ Runs in every interpreter a worker may have: standard library only.
 
 from __future__ import annotations
 
+import errno
+import io
 import logging
 import os
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from npuserve.backends.worker.port import Port
@@ -40,6 +42,18 @@ def flush() -> None:
             continue  # closed or replaced by the model
 
 
+class _Output(io.FileIO):
+    """Descriptor 1 or 2. A model that closed it prints into nothing, it does not fail."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            if error.errno != errno.EBADF:
+                raise
+            return memoryview(data).nbytes
+
+
 def take_output(fd: int) -> None:
     """Make `fd` stdout and stderr, as UTF-8 whatever the locale, line by line.
 
@@ -49,8 +63,11 @@ def take_output(fd: int) -> None:
     os.dup2(fd, 2)
     os.close(fd)
     for number, name in ((1, "stdout"), (2, "stderr")):
-        stream = open(  # noqa: SIM115 - lives as long as the process
-            number, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False
+        stream = io.TextIOWrapper(
+            io.BufferedWriter(_Output(number, "w", closefd=False)),
+            encoding="utf-8",
+            errors="backslashreplace",
+            line_buffering=True,
         )
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)

@@ -8,6 +8,7 @@ models may expect of each other's modules is in `loader.PrivateNamespace`.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import threading
 import time
@@ -22,6 +23,7 @@ from npuserve.backends.worker.launcher import model_spec
 from npuserve.backends.worker.loader import PrivateNamespace
 from npuserve.backends.worker.local_port import LocalPort, model_tensor
 from npuserve.backends.worker.parent import request_fields
+from npuserve.backends.worker.port import current_batch
 from npuserve.backends.worker.services import ModelServices
 from npuserve.errors import InternalError, NpuserveError, RequestCancelledError
 
@@ -55,7 +57,7 @@ class LocalModel:
         pool: BufferPool,
     ) -> None:
         self._context = context
-        self._caller = caller
+        self.caller = caller
         self.port = LocalPort(loop, ModelServices(context, caller), pool)
         self._namespace: PrivateNamespace | None = None
         self.host = ModelHost(model_spec(context, placement, file), self.port, self._import)
@@ -74,7 +76,7 @@ class LocalModel:
             self.host.initialize()
         except ModelFailedError as error:
             raise InternalError(str(error)) from None
-        self._caller.overlaps = self.host.decoupled or self.host.is_async
+        self.caller.overlaps = self.host.decoupled or self.host.is_async
         self.port.main_thread = threading.get_ident()
 
     def is_ready(self) -> bool:
@@ -114,7 +116,7 @@ class LocalModel:
             if self._namespace is not None:
                 self._namespace.unload()
             self.port.close()
-            self.port.post(self._caller.leave)
+            self.port.post(self.caller.leave)
 
 
 class ThreadModelInstance(ModelInstance):
@@ -173,6 +175,7 @@ class AsyncThreadInstance(LoopInstance):
         self._loop = asyncio.new_event_loop()
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopping = False
+        self._numbers = itertools.count(1)
         self._ended: asyncio.Future[None] | None = None
 
     async def initialize(self) -> None:
@@ -182,6 +185,7 @@ class AsyncThreadInstance(LoopInstance):
         self._ended = self._server_loop.create_future()
         threading.Thread(target=self._serve, name=f"instance-{self._name}", daemon=True).start()
         await self._in_thread(self._model.initialize)
+        self._model.caller.limit = self.max_inflight
         self.has_readiness = self._model.host.has_readiness
 
     async def is_ready(self) -> bool:
@@ -211,11 +215,12 @@ class AsyncThreadInstance(LoopInstance):
         self._loop.call_soon_threadsafe(self._begin, batch)
 
     def _begin(self, batch: ExecutionBatch) -> None:
-        task = self._loop.create_task(self._execute(batch))
+        task = self._loop.create_task(self._execute(batch, next(self._numbers)))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _execute(self, batch: ExecutionBatch) -> None:
+    async def _execute(self, batch: ExecutionBatch, number: int) -> None:
+        current_batch.set(number)
         input_ready = 0
         error: NpuserveError | None = None
         answers: list[Any] = []
@@ -238,6 +243,7 @@ class AsyncThreadInstance(LoopInstance):
         except RequestCancelledError as cancelled:
             error = cancelled
         times = (input_ready, _now_ns())
+        self._server_loop.call_soon_threadsafe(self._model.caller.finished, number)
         self._server_loop.call_soon_threadsafe(_finish, batch, answers, times, error)
 
     async def finalize(self) -> None:

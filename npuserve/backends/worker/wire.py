@@ -42,12 +42,14 @@ FAILED = 17  #                      error
 RESULT = 18  #                      (batch id, input ready ns, output ready ns, outcomes, error)
 RESPONSES = 19  #                   [(key, response or None, final)]
 CALL = 20  #                        (call id, method, arguments); call id 0 wants no answer
-INFER = 21  #                       (call id, model name, version, request, decoupled)
+INFER = 21  #                       (call id, model name, version, request, decoupled,
+#                                   id of the batch it is made for or None)
 INFER_CANCEL = 22  #                call id
 LOG = 23  #                         (level, text, file, line)
 STOPPED = 24  #                     None
 READINESS = 25  #                   (whether it is ready, error)
-WAITS = 26  #                       call id of an INFER that `execute` waits for, doing nothing else
+WAITS = 26  #                       (call id of an INFER that `execute` waits for, doing nothing
+#                                   else; responses it has taken)
 # both
 MEMORY = 30  #                      None: only `memory` matters
 SPILLED = 31  #                     reference to shared memory that holds the message proper

@@ -12,7 +12,14 @@ from prometheus_client import generate_latest
 from prometheus_client.registry import Collector, CollectorRegistry
 
 from npuserve.options import TraceOptions
-from tests.backends.worker.models import CONFIG, Models, served, served_model, write_model
+from tests.backends.worker.models import (
+    CONFIG,
+    Models,
+    parameter,
+    served,
+    served_model,
+    write_model,
+)
 
 pytestmark = pytest.mark.parametrize("execution", ["process", "thread"])
 
@@ -275,6 +282,90 @@ async def test_model_that_awaits_itself_in_its_own_loop(tmp_path: Path, executio
             itself, other = json.loads(call.text)
             assert "could never be answered" in itself
             assert other == [[2, 4]]
+
+
+ITERATES = (
+    CALLER
+    + """
+def lengths(answers):
+    return [a.error().message() if a.has_error() else len(a.output_tensors()) for a in answers]
+
+class TritonPythonModel:
+    def execute(self, requests):
+        for r in requests:
+            answers = [] if r.request_id() == "leaf" else make(r, "inner").exec(decoupled=True)
+            r.get_response_sender().send(report(lengths(answers)), flags=1)
+"""
+)
+
+CALLS_BACK = (
+    CALLER
+    + """
+class TritonPythonModel:
+    def execute(self, requests):
+        for r in requests:
+            sender = r.get_response_sender()
+            sender.send(report("first"))
+            (answer,) = make(r, "m", request_id="leaf").exec(decoupled=True)
+            if answer.has_error():
+                sender.send(pb_utils.InferenceResponse(error=answer.error()), flags=1)
+            else:
+                sender.send(report("second"), flags=1)
+"""
+)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+async def test_model_that_is_called_back_between_two_responses(
+    tmp_path: Path, execution: str, count: int
+) -> None:
+    """Waiting for the second response occupies an instance as waiting for the first one does."""
+    instances = DECOUPLED.replace("KIND_CPU", f"KIND_CPU count: {count}")
+    write_model(tmp_path, "m", ITERATES, instances)
+    write_model(tmp_path, "inner", CALLS_BACK, DECOUPLED)
+    async with served(tmp_path, execution) as models:
+        for _ in range(2):
+            first, second = json.loads((await models.infer("m")).text)
+            assert first == 1
+            if count == 1:
+                assert "could never be answered" in second
+            else:
+                assert second == 1
+
+
+COUNTS_DOWN = (
+    CALLER
+    + """
+class TritonPythonModel:
+    async def execute(self, requests):
+        return [report(await self.one(r)) for r in requests]
+
+    async def one(self, r):
+        (left,) = tensor(r).as_numpy()
+        if not left:
+            return 0
+        x = pb_utils.Tensor("IN", np.array([left - 1], np.float32))
+        answer = await pb_utils.InferenceRequest(
+            model_name="m", requested_output_names=["OUT"], inputs=[x]).async_exec()
+        if answer.has_error():
+            return answer.error().message()
+        return json.loads(answer.output_tensors()[0].as_numpy()[0])
+"""
+)
+
+
+@pytest.mark.parametrize("limit", [2, 3])
+async def test_async_model_all_batches_of_which_await_it(
+    tmp_path: Path, execution: str, limit: int
+) -> None:
+    """A chain of calls that is longer than batches may overlap cannot be answered, others can."""
+    write_model(tmp_path, "m", COUNTS_DOWN, CONFIG + parameter("async_batches", str(limit)))
+    async with served(tmp_path, execution) as models:
+        deep = {"IN": np.array([limit], np.float32)}
+        answers = await asyncio.gather(*(models.infer("m", deep) for _ in range(4)))
+        assert all("could never be answered" in answer.text for answer in answers)
+        fits = {"IN": np.array([limit - 1], np.float32)}
+        assert (await models.infer("m", fits)).text == "0"
 
 
 async def test_model_loads_another(repository: Path, execution: str) -> None:

@@ -65,6 +65,35 @@ def test_overlapping_instance_that_waits_within_execute(graph: CallGraph) -> Non
     second.blocks(1)
 
 
+def test_overlapping_instance_that_takes_no_more(graph: CallGraph) -> None:
+    """As many batches as may overlap all wait for the model itself: nobody is left to answer."""
+    caller = Caller(graph, "a")
+    caller.overlaps, caller.limit = True, 2
+    caller.starts(1, "a", batch=1)
+    caller.starts(2, "a", batch=1)  # gathers two calls
+    caller.starts(3, "elsewhere", batch=2)
+    with pytest.raises(InternalError, match="async_batches"):
+        caller.starts(4, "a", batch=2)
+    caller.finished(1)  # without waiting for its calls
+    caller.starts(5, "a", batch=2)
+    caller.ended(5)
+    caller.starts(6, "a", batch=3)
+
+
+def test_overlapping_instance_that_takes_no_more_in_a_circle(graph: CallGraph) -> None:
+    """All batches of an async model wait for one that is about to call it."""
+    caller, other = Caller(graph, "a"), Caller(graph, "b")
+    caller.overlaps, caller.limit = True, 2
+    caller.starts(1, "b", batch=1)
+    other.starts(1, "a")
+    other.ended(1)
+    caller.starts(2, "b", batch=2)
+    with pytest.raises(InternalError, match="Model b calls model a"):
+        other.starts(2, "a")
+    Caller(graph, "b")
+    other.starts(3, "a")
+
+
 def test_instances_leave_the_graph(graph: CallGraph) -> None:
     """Nothing is kept of unloaded models."""
     callers = [Caller(graph, "a"), Caller(graph, "a")]

@@ -260,6 +260,27 @@ async def test_prints_and_logging_reach_the_log_in_order(
     assert (line.levelno, Path(line.pathname).name) == (logging.ERROR, "model.py")
 
 
+async def test_model_that_closed_its_standard_streams(tmp_path: Path) -> None:
+    """Daemons do: what it prints then goes nowhere, and requests are answered."""
+    code = """
+    class TritonPythonModel:
+        def initialize(self, args):
+            for fd in (0, 1, 2):
+                os.close(fd)
+
+        def execute(self, requests):
+            print("out")
+            sys.stderr.write("err\\n")
+            sys.stdout.buffer.write(b"raw")
+            sys.stdout.flush()
+            pb_utils.Logger.log_info("logged")
+            return [response(np.ones(1, np.float32)) for _ in requests]
+    """
+    async with served_model(tmp_path, code) as models:
+        for _ in range(2):
+            assert (await models.infer()).value == [1.0]
+
+
 async def test_left_over_thread_does_not_hold_the_stop(tmp_path: Path) -> None:
     """The model is finalised and the worker ends although a thread of it goes on for ever."""
     code = f"""
