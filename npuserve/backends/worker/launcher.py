@@ -109,7 +109,10 @@ class Launcher:
             os.sched_setaffinity(pid, self.placement.cpu_cores)
         niceness = _NICENESS[self.context.config.optimization.priority]
         own = os.getpriority(os.PRIO_PROCESS, 0)
-        os.setpriority(os.PRIO_PROCESS, pid, min(own + niceness, _MOST_NICE))
+        # Refused where the server was made less nice since it has its fork server, and where a
+        # sandbox has no priorities; the worker is as nice as the fork server then.
+        with contextlib.suppress(PermissionError):
+            os.setpriority(os.PRIO_PROCESS, pid, min(own + niceness, _MOST_NICE))
 
 
 async def start_worker(

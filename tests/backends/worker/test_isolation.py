@@ -513,3 +513,16 @@ async def test_a_worker_is_nicer_than_the_server(
     expected = min(os.nice(0) + niceness, 19)
     async with served_model(tmp_path, NICENESS, config) as models:
         assert (await models.infer()).value == [expected, expected]
+
+
+async def test_niceness_that_the_system_refuses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker whose niceness cannot be set serves all the same, as nice as the server."""
+
+    def refuse(*_arguments: int) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "setpriority", refuse)
+    async with served_model(tmp_path, NICENESS) as models:
+        assert (await models.infer()).value == [os.nice(0)] * 2
