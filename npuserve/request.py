@@ -82,14 +82,16 @@ class InferenceRequest:
         compute_ns: compute_input, compute_infer and compute_output durations, for the statistics
             of `parent`; set with the final response.
         parent: the request on whose behalf this one runs (ensemble, BLS).
+        for_model: a model waits for it while it executes (BLS), directly or through an ensemble.
+            It must not wait behind an execution, which may be that of the very model.
     """
 
     __slots__ = (
         "batch_size", "cancelled", "checked", "compute_ns", "compute_start_ns", "correlation_id",
-        "filler", "finished", "flags", "held", "id", "inputs", "inputs_shared", "model",
-        "model_name", "model_version", "on_cancel", "on_hold", "on_release", "on_reschedule",
-        "on_response", "parameters", "parent", "priority", "queue_ns", "requested_outputs",
-        "response_count", "scheduling", "start_ns", "timeout_us", "trace",
+        "filler", "finished", "flags", "for_model", "held", "id", "inputs", "inputs_shared",
+        "model", "model_name", "model_version", "on_cancel", "on_hold", "on_release",
+        "on_reschedule", "on_response", "parameters", "parent", "priority", "queue_ns",
+        "requested_outputs", "response_count", "scheduling", "start_ns", "timeout_us", "trace",
     )  # fmt: skip
 
     def __init__(
@@ -125,6 +127,7 @@ class InferenceRequest:
         self.model: Any = None
         self.scheduling: Any = None  # private to the scheduler that holds the request
         self.parent: InferenceRequest | None = None
+        self.for_model = False
         self.trace: Any = None
         self.batch_size = 0
         self.checked: Checked | None = None

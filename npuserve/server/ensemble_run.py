@@ -340,6 +340,7 @@ class EnsembleRun:
             timeout_us=request.timeout_us,
         )
         member.parent = request
+        member.for_model = request.for_model
         member.inputs_shared = step.index in self._plan.shared or (
             request.inputs_shared and step.index in self._plan.entries
         )

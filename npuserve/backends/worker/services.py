@@ -313,4 +313,5 @@ def _request(
         timeout_us=timeout,
     )
     request.parent = parent
+    request.for_model = True
     return request

@@ -66,6 +66,8 @@ class DynamicBatcher(QueuedScheduler):
 
     def _queue_up(self, request: InferenceRequest) -> None:
         queue, regrouping = self._queue, self._regrouping
+        if request.for_model:  # see there; from now on, as it may become part of any batch
+            queue.handed_over_early = False
         try:
             queue.push(request, request.queue_ns)
         except UnavailableError:

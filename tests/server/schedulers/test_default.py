@@ -110,7 +110,9 @@ def test_a_busy_instance_gets_its_next_request_early() -> None:
     assert model.pool.statistics.pending == 0
 
 
-@pytest.mark.parametrize("why", ["long", "once long", "decoupled", "asked by a model", "no room"])
+@pytest.mark.parametrize(
+    "why", ["long", "once long", "decoupled", "asked by a model", "part of an ensemble", "no room"]
+)
 def test_what_waits_for_a_free_instance(why: str) -> None:
     """It could still be cancelled, be served earlier by another one, or never be served."""
     durations = iter([20 * MS] + [MS] * 9) if why == "once long" else None
@@ -122,8 +124,9 @@ def test_what_waits_for_a_free_instance(why: str) -> None:
     ids = early(model)
     for id in "abcdef":
         request = model.send(id)
-        if why == "asked by a model":
+        if why == "part of an ensemble":
             request.parent = request
+        request.for_model = why == "asked by a model"
     model.clock.advance(ms=30 if why == "once long" else 100)
     assert ids == []
     model.clock.advance(ms=100)

@@ -363,6 +363,21 @@ def test_the_next_full_batch_is_at_hand_when_a_short_execution_ends(
     assert model.pool.sizes == [1, 4, 4, 4, 4]
 
 
+def test_nothing_is_handed_over_early_once_a_model_asks() -> None:
+    """The request of a model may have to be answered for the running execution to end."""
+    model = Model(max_batch_size=4, duration_ns=5 * MS)
+    model.pool.prefetches = True
+    model.send("learn how long one takes")
+    model.clock.advance(ms=100)
+    asked = model.request("asked")
+    asked.for_model = True
+    model.accept(asked)
+    model.send_together(4 * 4 - 1)
+    assert model.pool.instances[0].inflight == 1
+    model.clock.advance(ms=1_000)
+    assert sum(model.pool.sizes) == 1 + 4 * 4
+
+
 def test_a_partial_batch_is_not_handed_over_early() -> None:
     """It goes when the instance is free, or the moment it is full."""
     model = Model(max_batch_size=4, duration_ns=5 * MS)
