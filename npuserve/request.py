@@ -83,7 +83,8 @@ class InferenceRequest:
             of `parent`; set with the final response.
         parent: the request on whose behalf this one runs (ensemble, BLS).
         for_model: a model waits for it while it executes (BLS), directly or through an ensemble.
-            It must not wait behind an execution, which may be that of the very model.
+            It must not wait behind an execution, which may be that of the very model. An instance
+            that takes it calls this with what the models' backend knows it by.
     """
 
     __slots__ = (
@@ -127,7 +128,7 @@ class InferenceRequest:
         self.model: Any = None
         self.scheduling: Any = None  # private to the scheduler that holds the request
         self.parent: InferenceRequest | None = None
-        self.for_model = False
+        self.for_model: Callable[[Any], None] | None = None
         self.trace: Any = None
         self.batch_size = 0
         self.checked: Checked | None = None

@@ -340,7 +340,7 @@ class EnsembleRun:
             timeout_us=request.timeout_us,
         )
         member.parent = request
-        member.for_model = request.for_model
+        member.for_model = None if request.for_model is None else _not_followed
         member.inputs_shared = step.index in self._plan.shared or (
             request.inputs_shared and step.index in self._plan.entries
         )
@@ -532,3 +532,7 @@ class EnsembleRun:
         queue_ns = max(0, request.compute_start_ns - request.queue_ns)
         counters.execution(request.batch_size or 1, *compute_ns)
         counters.request_success(request.batch_size, total_ns, queue_ns, *compute_ns)
+
+
+def _not_followed(_instance: object) -> None:
+    """Which instances work for a model through an ensemble is not kept account of."""

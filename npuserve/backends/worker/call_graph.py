@@ -2,7 +2,8 @@
 
 A model that calls itself, or one that calls it back, waits for ever when every instance that could
 answer is itself waiting. The graph knows, for each instance that runs one batch at a time, which
-models it waits for. Pure; one graph per Python backend.
+models it waits for, and which instances of them once those have taken the requests. Pure; one graph
+per Python backend.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ class Caller:
     def __init__(self, graph: CallGraph, model: str) -> None:
         self._graph = graph
         self._model = model
-        self._waits_for: dict[int, str] = {}
-        self._blocked_by: dict[int, str] = {}  # of an instance that overlaps, see `blocks`
+        self._waits_for: dict[int, str | Caller] = {}
+        self._blocked_by: dict[int, str | Caller] = {}  # of an instance that overlaps, see `blocks`
         self._batches: dict[int, Any] = {}  # the batch each call was made for, where it counts
         self.overlaps = False
         self.limit = 0
@@ -48,6 +49,12 @@ class Caller:
             self._batches[call_id] = batch
             self._check(call_id, self._waits_for, self._batches)
 
+    def taken(self, call_id: int, instance: Caller) -> None:
+        """From now on only this instance can answer the call."""
+        for calls in (self._waits_for, self._blocked_by):
+            if call_id in calls:
+                calls[call_id] = instance
+
     def blocks(self, call_id: int) -> None:
         """An instance that overlaps waits within `execute`, so that nothing else goes on there.
 
@@ -63,9 +70,10 @@ class Caller:
         if self._graph.is_stuck(target):
             for note in notes:
                 del note[call_id]
+            name = target._model if isinstance(target, Caller) else target
             # Differs from Triton: there both requests hang for ever.
             raise InternalError(
-                f"Model {self._model} calls model {target}, all instances of which wait for each "
+                f"Model {self._model} calls model {name}, all instances of which wait for each "
                 "other: the call could never be answered. Raise the count in instance_group, or "
                 f"{self._advice}."
             )
@@ -105,8 +113,8 @@ class Caller:
         if not callers:
             del self._graph.models[self._model]
 
-    def can_go_on(self, stuck: set[str]) -> bool:
-        """Whether it is free, or waits only for models outside `stuck`."""
+    def can_go_on(self, stuck: set[str | Caller]) -> bool:
+        """Whether it is free, or waits only for models and instances outside `stuck`."""
         if not self.overlaps:
             return stuck.isdisjoint(self._waits_for.values())
         if not stuck.isdisjoint(self._blocked_by.values()):
@@ -125,20 +133,19 @@ class CallGraph:
     def __init__(self) -> None:
         self.models: dict[str, list[Caller]] = {}
 
-    def is_stuck(self, model: str) -> bool:
-        """Whether no instance of `model` can ever be free again.
+    def is_stuck(self, target: str | Caller) -> bool:
+        """Whether no instance of a model, or not this one, can ever be free again.
 
-        Starts from the assumption that all models are stuck and takes out those with an instance
-        that can go on, until nothing changes.
+        Starts from the assumption that all instances are stuck and takes out those that can go on,
+        until nothing changes. A model is stuck when all its instances are.
         """
-        stuck = set(self.models)
-        while model in stuck:
-            free = {
-                name
-                for name in stuck
-                if any(caller.can_go_on(stuck) for caller in self.models[name])
-            }
+        waiting = {caller for callers in self.models.values() for caller in callers}
+        while True:
+            stuck: set[str | Caller] = {*waiting}
+            stuck.update(name for name, own in self.models.items() if waiting.issuperset(own))
+            if target not in stuck:
+                return False
+            free = {caller for caller in waiting if caller.can_go_on(stuck)}
             if not free:
                 return True
-            stuck -= free
-        return False
+            waiting -= free

@@ -184,6 +184,9 @@ class WorkerInstance(LoopInstance):
         except BaseException:  # no shared memory can be had
             connection.link.take_back(first_token)
             raise
+        for request in batch.requests:
+            if request.for_model is not None:
+                request.for_model(self._launcher.caller)
         if self._batches:
             self._polling.answered()  # no longer the only one
         elif len(items) == 1 and not self.shares_core:

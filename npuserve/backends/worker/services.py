@@ -10,6 +10,7 @@ import asyncio
 import json
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from npuserve.backends.worker.wire import STATUS_NAMES
@@ -143,6 +144,7 @@ class ModelServices:
             reply(response, final)
 
         request = _request(name, version, inputs, fields, answered)
+        request.for_model = partial(self._caller.taken, call_id)
         self._requests[call_id] = request, reply
         try:
             self._server.infer(request)
@@ -313,5 +315,4 @@ def _request(
         timeout_us=timeout,
     )
     request.parent = parent
-    request.for_model = True
     return request

@@ -138,6 +138,9 @@ class ThreadModelInstance(ModelInstance):
 
     def execute(self, batch: ExecutionBatch) -> None:
         """See `ModelInstance.execute`."""
+        for request in batch.requests:
+            if request.for_model is not None:
+                self._model.port.post(request.for_model, self._model.caller)
         requests = self._model.requests(batch)
         batch.input_ready()
         host = self._model.host
@@ -212,6 +215,9 @@ class AsyncThreadInstance(LoopInstance):
 
     def start(self, batch: ExecutionBatch) -> None:
         """See `LoopInstance.start`."""
+        for request in batch.requests:
+            if request.for_model is not None:
+                request.for_model(self._model.caller)
         self._loop.call_soon_threadsafe(self._begin, batch)
 
     def _begin(self, batch: ExecutionBatch) -> None:

@@ -82,5 +82,5 @@ class DefaultScheduler(QueuedScheduler):
             and not pool.decoupled
             and pool.rate_limiter is None
             and queue.first.parent is None
-            and not queue.first.for_model
+            and queue.first.for_model is None
         )

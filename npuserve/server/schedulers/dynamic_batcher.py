@@ -66,7 +66,7 @@ class DynamicBatcher(QueuedScheduler):
 
     def _queue_up(self, request: InferenceRequest) -> None:
         queue, regrouping = self._queue, self._regrouping
-        if request.for_model:  # see there; from now on, as it may become part of any batch
+        if request.for_model is not None:  # it may become part of any batch
             queue.handed_over_early = False
         try:
             queue.push(request, request.queue_ns)

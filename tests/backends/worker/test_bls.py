@@ -333,6 +333,32 @@ async def test_model_that_is_called_back_between_two_responses(
                 assert second == 1
 
 
+BACK = (
+    CALLER
+    + """
+class TritonPythonModel:
+    def execute(self, requests):
+        return [report(self.ask(r)) for r in requests]
+
+    def ask(self, r):
+        other = "b" if pb_utils.get_model_dir().split("/")[-2] == "a" else "a"
+        answer = make(r, other).exec()
+        if answer.has_error():
+            return answer.error().message()
+        return json.loads(answer.output_tensors()[0].as_numpy()[0])
+"""
+)
+
+
+async def test_circle_through_a_model_with_a_free_instance(tmp_path: Path, execution: str) -> None:
+    """The free instance of b is of no use to a, which waits for the one that calls it back."""
+    write_model(tmp_path, "a", BACK)
+    write_model(tmp_path, "b", BACK, CONFIG.replace("KIND_CPU", "KIND_CPU count: 3"))
+    async with served(tmp_path, execution) as models:
+        for _ in range(2):
+            assert "could never be answered" in (await models.infer("a")).text
+
+
 COUNTS_DOWN = (
     CALLER
     + """

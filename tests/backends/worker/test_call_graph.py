@@ -37,6 +37,18 @@ def test_a_circle_of_models(graph: CallGraph) -> None:
         b.starts(1, "a")
 
 
+def test_a_free_instance_cannot_answer_what_another_has_taken(graph: CallGraph) -> None:
+    """The circle a → b → a closes at the instance of b that works for a."""
+    a, b, _free = Caller(graph, "a"), Caller(graph, "b"), Caller(graph, "b")
+    a.starts(1, "b")
+    a.taken(1, b)
+    with pytest.raises(InternalError, match="Model b calls model a"):
+        b.starts(1, "a")
+    b.starts(2, "elsewhere")
+    a.ended(1)
+    b.starts(3, "a")
+
+
 def test_waiting_for_a_busy_model_is_no_circle(graph: CallGraph) -> None:
     """Any number may wait for a model that goes on, and for models outside the graph."""
     a, b, c = (Caller(graph, name) for name in "abc")

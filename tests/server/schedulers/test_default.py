@@ -126,7 +126,8 @@ def test_what_waits_for_a_free_instance(why: str) -> None:
         request = model.send(id)
         if why == "part of an ensemble":
             request.parent = request
-        request.for_model = why == "asked by a model"
+        if why == "asked by a model":
+            request.for_model = lambda _: None
     model.clock.advance(ms=30 if why == "once long" else 100)
     assert ids == []
     model.clock.advance(ms=100)

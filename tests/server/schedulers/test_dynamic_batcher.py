@@ -370,7 +370,7 @@ def test_nothing_is_handed_over_early_once_a_model_asks() -> None:
     model.send("learn how long one takes")
     model.clock.advance(ms=100)
     asked = model.request("asked")
-    asked.for_model = True
+    asked.for_model = lambda _: None
     model.accept(asked)
     model.send_together(4 * 4 - 1)
     assert model.pool.instances[0].inflight == 1
