@@ -209,8 +209,10 @@ async def test_a_card_goes_on_counting_over_reloads(
             for _ in CARDS:
                 await infer(server, "m")
             on_cards(directory, "{ kind: KIND_GPU gpus: 1 }")
+            former = watch_freed(server, monkeypatch)
             await server.load_model("m")
             await infer(server, "m", rows=5)
+            await former.wait()
             assert by_card(samples(server), "nv_inference_count") == [0, 1, 6]
             await unload(server, monkeypatch)
             assert by_card(samples(server), "nv_inference_count") == [None] * 3
