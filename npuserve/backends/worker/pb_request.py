@@ -135,9 +135,7 @@ class InferenceRequest:
             wire.text(name, "requested_output_names") for name in requested_output_names
         ]
         self._model_name = wire.text(model_name, "model_name")
-        self._model_version = wire.integer(
-            model_version, "model_version", -_INT64_MAX - 1, _INT64_MAX
-        )
+        self._model_version = wire.integer(model_version, "model_version", _INT64_MIN, _INT64_MAX)
         self._flags = wire.integer(flags, "flags", 0, _UINT32_MAX)
         self._timeout = wire.integer(timeout, "timeout", 0, _UINT64_MAX)
         self._priority = wire.integer(priority, "priority", 0, _UINT64_MAX)
