@@ -59,6 +59,20 @@ class Placement:
     card_name: str = ""
 
 
+class Mailbox(Protocol):
+    """The way from an instance's threads to the event loop."""
+
+    def post(self, function: Callable[..., object], *args: Any) -> None:
+        """Have a function called on the loop's thread; from any thread.
+
+        In the order posted, also with what the same thread sends through an `ExecutionBatch`.
+        """
+
+    @property
+    def idle(self) -> bool:
+        """Whether all that was posted has been done."""
+
+
 class ServerServices(Protocol):
     """What a backend may ask of the server. All of it on the event loop's thread."""
 
@@ -160,6 +174,12 @@ class ExecutionBatch(Protocol):
         For a decoupled model any number, also after `execute` returned, until final=True.
         """
 
+    def flush(self) -> None:
+        """What was sent goes now.
+
+        What the thread that executes sends may wait for the end of the execution otherwise.
+        """
+
     def keep_open(self, request: InferenceRequest) -> None:
         """The request of a model that is not decoupled will be answered after the execution.
 
@@ -194,6 +214,9 @@ class ModelInstance:
     `execute` may raise: every request of the batch not yet answered gets the error (an
     NpuserveError as it is, anything else as InternalError) and the instance lives on.
     """
+
+    # Set by the server before `initialize`.
+    mailbox: Mailbox
 
     # Whether `is_ready` has something to say.
     has_readiness: bool = False
@@ -260,6 +283,9 @@ class PipelinedInstance(ModelInstance):
 
 class LoopInstance:
     """An instance driven on the event loop; nothing in it may block."""
+
+    # Set by the server before `initialize`.
+    mailbox: Mailbox
 
     max_inflight: int = 1
 

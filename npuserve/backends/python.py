@@ -136,7 +136,6 @@ class PythonBackend(Backend):
             placement,
             file,
             Caller(self._graph, context.name),
-            None if context.services is None else context.services.loop,
             self._buffer_pool(context),
         )
         if re.search(

@@ -25,6 +25,7 @@ from npuserve.log import LogSettings
 from npuserve.model_config import datatype_name
 from npuserve.model_repository import parse_config
 from npuserve.server.core_sharing import CoreSharing, LinuxCores
+from npuserve.server.handover import Mailbox
 from npuserve.server.idle_memory import IdleMemory, release_heap
 from npuserve.server.lifecycle import Lifecycle
 from npuserve.server.metadata import (
@@ -71,6 +72,7 @@ class InferenceServer:
         self.options = options
         self.loop = asyncio.get_running_loop()
         self.clock = LoopClock(self.loop)
+        self.mailbox = Mailbox(self.loop)
         self.buffer_pool = BufferPool()
         self.log_settings = LogSettings.from_options(options)
         self.cache = create_cache(options)
@@ -103,6 +105,7 @@ class InferenceServer:
         """Scan the repositories and load the start-up models."""
         self._tasks = await self._stack.enter_async_context(asyncio.TaskGroup())
         try:
+            self.mailbox.open()
             await self.metrics.start()
             self._idle_memory.start()
             if self.options.share_core:
@@ -129,6 +132,7 @@ class InferenceServer:
         if self.cache is not None:
             self.cache.close()
         await self._stack.aclose()
+        self.mailbox.close()
         self.buffer_pool.close()
         self.clock.close()
 

@@ -85,6 +85,9 @@ class Batch:
         """See `ExecutionBatch.send`."""
         self._deliver(request, response, final)
 
+    def flush(self) -> None:
+        """See `ExecutionBatch.flush`: nothing is kept."""
+
     def keep_open(self, request: InferenceRequest) -> None:
         """See `ExecutionBatch.keep_open`."""
         if self._kept_open is None:
@@ -260,7 +263,7 @@ class ThreadBatch(Batch):
         self, instance: ThreadInstance, requests: Sequence[InferenceRequest], batch_size: int
     ) -> None:
         super().__init__(instance, requests, batch_size)
-        self._mailbox = instance.mailbox
+        self._mailbox = instance.pool.mailbox
         # Touched by the instance's thread only, and only while it executes this batch.
         self.outbox: list[tuple[InferenceRequest, InferenceResponse | None, bool]] | None = (
             None if instance.decoupled else []
@@ -277,8 +280,17 @@ class ThreadBatch(Batch):
             self.instance.wait_for_readers()
             self._mailbox.post(self._deliver, request, response, final)
 
+    def flush(self) -> None:
+        """See `ExecutionBatch.flush`."""
+        outbox = self.outbox
+        if outbox and threading.get_ident() == self.instance.thread_id:
+            self.outbox = []
+            for answer in outbox:
+                self._mailbox.post(self._deliver, *answer)
+
     def reschedule(self, request: InferenceRequest) -> None:
-        """See `ExecutionBatch.reschedule`; from any thread."""
+        """See `ExecutionBatch.reschedule`."""
+        self.flush()
         self._mailbox.post(super().reschedule, request)
 
     def complete(

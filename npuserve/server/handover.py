@@ -52,19 +52,32 @@ class JobQueue(Generic[_Job]):
 class Mailbox:
     """Calls to be made on the loop's thread, in the order posted; from any thread.
 
-    One wake-up serves all that is posted until the loop comes to it. A call that raises is reported
-    to the loop's exception handler and holds up none of those behind it.
+    One for all threads of a server, so that whatever one does in a row happens in that order. One
+    wake-up serves all that is posted until the loop comes to it. A call that raises is reported to
+    the loop's exception handler and holds up none of those behind it.
+
+    Works without being opened, or after it was closed, by slower wake-ups.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._calls: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
+        self._calls: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
         self._announced = False
+        self._working = False
         self._closing = threading.Lock()  # nobody may write to a descriptor that is closed
-        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        loop.add_reader(self._bell, self._rung)
+        self._bell = -1
 
-    def post(self, function: Callable[..., None], *args: Any) -> None:
+    def open(self) -> None:
+        """Take the descriptor that wakes the loop. Loop thread."""
+        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._loop.add_reader(self._bell, self._rung)
+
+    @property
+    def idle(self) -> bool:
+        """Whether all that was posted has been done."""
+        return not self._calls and not self._working  # in this order, see `_make_calls`
+
+    def post(self, function: Callable[..., object], *args: Any) -> None:
         """Call `function(*args)` on the loop's thread."""
         self._calls.append((function, args))
         if self._announced:
@@ -75,34 +88,40 @@ class Mailbox:
                 os.eventfd_write(self._bell, 1)
                 return
         try:
-            self._loop.call_soon_threadsafe(self._open)
+            self._loop.call_soon_threadsafe(self._make_calls)
         except RuntimeError:
             logger.debug("the loop is closed: nobody is left to tell")
 
     def _rung(self) -> None:
         os.eventfd_read(self._bell)
-        self._open()
+        self._make_calls()
 
-    def _open(self) -> None:
+    def _make_calls(self) -> None:
+        self._working = True  # before the first one is taken out
         self._announced = False
         calls = self._calls
-        while calls:
+        left = len(calls)  # what comes meanwhile has rung again: the loop has more to do than this
+        while left:
             try:
-                while calls:
+                while left:
+                    left -= 1
                     function, args = calls.popleft()
                     function(*args)
             except (KeyboardInterrupt, SystemExit):
-                self._loop.call_soon(self._open)  # what is left, if the loop is run once more
+                # What is left, if the loop is run once more.
+                self._loop.call_soon(self._make_calls)
                 raise
             except BaseException as error:  # as the loop does with what it calls itself
                 self._loop.call_exception_handler(
                     {"message": "Exception in a call posted to the loop", "exception": error}
                 )
+        self._working = False
 
     def close(self) -> None:
         """Free the descriptor; what threads that were left behind post still arrives."""
-        self._loop.remove_reader(self._bell)
         with self._closing:
             bell, self._bell = self._bell, -1
-        os.close(bell)
-        self._open()
+        if bell >= 0:
+            self._loop.remove_reader(bell)
+            os.close(bell)
+        self._make_calls()

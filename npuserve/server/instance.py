@@ -20,7 +20,7 @@ from npuserve.errors import (
     NpuserveError,
 )
 from npuserve.server.execution import Batch, ThreadBatch, as_npuserve_error
-from npuserve.server.handover import JobQueue, Mailbox
+from npuserve.server.handover import JobQueue
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -55,6 +55,7 @@ class Instance:
         self.name = placement.name
         self.index = placement.index
         self.backend_instance = backend_instance
+        backend_instance.mailbox = pool.mailbox
         self.pool = pool
         self.model_name = pool.model_name
         self.model_version = pool.model_version
@@ -208,11 +209,7 @@ class LoopDrivenInstance(Instance):
 
 
 class ThreadInstance(Instance):
-    """Instance over a blocking `ModelInstance`, which lives in a thread of its own.
-
-    Attributes:
-        mailbox: what other threads want to be done on the loop's.
-    """
+    """Instance over a blocking `ModelInstance`, which lives in a thread of its own."""
 
     backend_instance: ModelInstance
 
@@ -225,7 +222,7 @@ class ThreadInstance(Instance):
         super().__init__(placement, backend_instance, pool)
         self._native_id = 0
         self._jobs: JobQueue[ThreadBatch | None]
-        self.mailbox: Mailbox
+        self._mailbox = pool.mailbox
         self._thread: threading.Thread | None = None
         self._ended: asyncio.Future[None] | None = None
 
@@ -242,11 +239,6 @@ class ThreadInstance(Instance):
     async def initialize(self) -> None:
         """See `Instance.initialize`."""
         self._jobs = JobQueue()
-        try:
-            self.mailbox = Mailbox(self._loop)
-        except OSError:  # no descriptor left
-            self._jobs.close()
-            raise
         ready: asyncio.Future[None] = self._loop.create_future()
         self._ended = self._loop.create_future()
         self._thread = threading.Thread(
@@ -270,7 +262,6 @@ class ThreadInstance(Instance):
         if self._thread is not None:
             self._thread.join()  # at its very end: nothing in it can block any more
         self._jobs.close()
-        self.mailbox.close()
 
     def _serve(self, ready: asyncio.Future[None]) -> None:
         self.thread_id = threading.get_ident()
@@ -282,9 +273,9 @@ class ThreadInstance(Instance):
             instance.initialize()
         except BaseException as error:  # a model may raise SystemExit; the load must fail then
             self._finalize_quietly()
-            self.mailbox.post(_resolve, ready, as_npuserve_error(error))
+            self._mailbox.post(_resolve, ready, as_npuserve_error(error))
         else:
-            self.mailbox.post(_resolve, ready, None)
+            self._mailbox.post(_resolve, ready, None)
             if isinstance(instance, PipelinedInstance):
                 self._execute_pipelined(instance)
             else:
@@ -293,7 +284,7 @@ class ThreadInstance(Instance):
                     del batch
             self._finalize_quietly()
         assert self._ended is not None
-        self.mailbox.post(_resolve, self._ended, None)
+        self._mailbox.post(_resolve, self._ended, None)
 
     def _execute_pipelined(self, instance: PipelinedInstance) -> None:
         submitted: deque[ThreadBatch] = deque()
@@ -328,7 +319,7 @@ class ThreadInstance(Instance):
 
     def _end(self, batch: ThreadBatch, error: NpuserveError | None) -> None:
         outbox, batch.outbox = batch.outbox, None
-        self.mailbox.post(batch.complete, outbox, error)
+        self._mailbox.post(batch.complete, outbox, error)
 
     def _finalize_quietly(self) -> None:
         try:

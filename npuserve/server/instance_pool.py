@@ -8,6 +8,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from npuserve.backends.base import LoopInstance, ModelInstance, Placement
+from npuserve.server.handover import Mailbox
 from npuserve.server.instance import Instance, LoopDrivenInstance, ThreadInstance
 from npuserve.server.readiness import Readiness
 
@@ -28,6 +29,9 @@ class InstancePool:
     Args:
         statistics: of the model version.
         decoupled: whether requests may have any number of responses.
+
+    Attributes:
+        mailbox: the way from the instances' threads to the loop; the server's takes its place.
     """
 
     def __init__(
@@ -41,6 +45,7 @@ class InstancePool:
         self.model_name = model_name
         self.model_version = str(model_version)
         self.loop = loop
+        self.mailbox = Mailbox(loop)
         self.statistics = statistics
         self.decoupled = decoupled
         self.instances: list[Instance] = []

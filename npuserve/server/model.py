@@ -114,6 +114,7 @@ class Model:
         begin = _now_ns()
         self._tracer = services.tracer
         self.pool.card_load = services.card_load
+        self.pool.mailbox = services.mailbox
         try:
             self._labels = await asyncio.to_thread(self._read_labels)
             if self.backend is not None:

@@ -74,16 +74,12 @@ class Readiness:
 
         def run() -> None:
             try:
-                self._post(answer, asked.is_ready())
+                asked.mailbox.post(_settle, answer, asked.is_ready())
             except Exception as error:
-                self._post(answer, error)
+                asked.mailbox.post(_settle, answer, error)
 
         threading.Thread(target=run, name="is_ready", daemon=True).start()
         return answer
-
-    def _post(self, answer: asyncio.Future[bool], outcome: bool | Exception) -> None:
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(_settle, answer, outcome)
 
 
 def _settle(answer: asyncio.Future[Any], outcome: Any) -> None:

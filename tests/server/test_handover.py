@@ -18,6 +18,12 @@ def descriptors() -> set[str]:
     return set(os.listdir("/proc/self/fd"))
 
 
+def opened(loop: asyncio.AbstractEventLoop | None = None) -> Mailbox:
+    mailbox = Mailbox(loop or asyncio.get_running_loop())
+    mailbox.open()
+    return mailbox
+
+
 async def test_jobs_arrive_in_order_and_wake_a_thread_that_waits() -> None:
     """Also those that are put while it is not waiting."""
     jobs: JobQueue[int | threading.Event | None] = JobQueue()
@@ -47,7 +53,7 @@ async def test_jobs_arrive_in_order_and_wake_a_thread_that_waits() -> None:
 
 async def test_calls_of_many_threads_are_made_on_the_loop() -> None:
     """Each thread's calls in its order; none lost however the wake-ups fall together."""
-    mailbox = Mailbox(asyncio.get_running_loop())
+    mailbox = opened()
     loop_thread = threading.get_ident()
     got: list[tuple[int, int]] = []
     everything = asyncio.Event()
@@ -76,7 +82,7 @@ async def test_calls_of_many_threads_are_made_on_the_loop() -> None:
 
 async def test_a_call_may_post_the_next_one() -> None:
     """From the loop's own thread, too."""
-    mailbox = Mailbox(asyncio.get_running_loop())
+    mailbox = opened()
     ended = asyncio.Event()
 
     def call(left: int) -> None:
@@ -91,6 +97,54 @@ async def test_a_call_may_post_the_next_one() -> None:
     mailbox.close()
 
 
+async def test_calls_posted_meanwhile_wait_for_the_loops_next_turn() -> None:
+    """A thread that never ceases to post does not keep the loop from all else."""
+    mailbox = opened()
+    got: list[str] = []
+    ended = asyncio.Event()
+
+    def first() -> None:
+        asyncio.get_running_loop().call_soon(got.append, "the loop's own")
+        mailbox.post(got.append, "posted meanwhile")
+        mailbox.post(ended.set)
+
+    mailbox.post(first)
+    async with asyncio.timeout(60):
+        await ended.wait()
+    mailbox.close()
+    assert got == ["the loop's own", "posted meanwhile"]
+
+
+async def test_a_mailbox_is_idle_when_the_last_call_is_over() -> None:
+    """Not as soon as it is taken out: what it does may still be under way."""
+    mailbox = opened()
+    assert mailbox.idle
+    during: list[bool] = []
+    mailbox.post(lambda: during.append(mailbox.idle))
+    assert not mailbox.idle
+    over: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+    mailbox.post(asyncio.get_running_loop().call_soon, lambda: over.set_result(mailbox.idle))
+    assert await over
+    assert during == [False]
+    mailbox.close()
+
+
+async def test_a_mailbox_keeps_the_order_while_it_is_opened_and_closed() -> None:
+    """However the loop is woken."""
+    mailbox = Mailbox(asyncio.get_running_loop())
+    got: list[int] = []
+    ended = asyncio.Event()
+    mailbox.post(got.append, 0)
+    mailbox.open()
+    mailbox.post(got.append, 1)
+    mailbox.close()
+    mailbox.post(got.append, 2)
+    mailbox.post(ended.set)
+    async with asyncio.timeout(60):
+        await ended.wait()
+    assert got == [0, 1, 2]
+
+
 class Calls:
     """Calls posted to a loop by several threads, some of which raise; each says when it was made.
 
@@ -102,7 +156,7 @@ class Calls:
         self.plan = plan
         self.loop = asyncio.get_running_loop()
         self.loop.set_exception_handler(self._report)
-        self.mailbox = Mailbox(self.loop)
+        self.mailbox = opened(self.loop)
         self.made: list[tuple[int, int]] = []
         self.reported: list[Any] = []
         self.all_made = asyncio.Event()
@@ -171,7 +225,7 @@ def test_calls_that_raise_while_others_are_posted_lose_none(plan: list[list[bool
 def test_calls_behind_one_that_ends_the_loop_are_made_when_it_goes_on() -> None:
     """The tasks that are cleaned up then may wait for them."""
     loop = asyncio.new_event_loop()
-    mailbox = Mailbox(loop)
+    mailbox = opened(loop)
     got: list[str] = []
 
     def leave() -> None:
@@ -193,7 +247,7 @@ async def test_closing_makes_the_calls_behind_one_that_raises() -> None:
     reported: list[Any] = []
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(lambda _, context: reported.append(context["exception"]))
-    mailbox = Mailbox(loop)
+    mailbox = opened(loop)
     got: list[str] = []
     error = RuntimeError("broken")
 
@@ -209,7 +263,7 @@ async def test_closing_makes_the_calls_behind_one_that_raises() -> None:
 
 async def test_what_is_posted_late_still_arrives() -> None:
     """A thread that a model left behind posts after the end of its instance."""
-    mailbox = Mailbox(asyncio.get_running_loop())
+    mailbox = opened()
     got: list[str] = []
     mailbox.post(got.append, "before")
     mailbox.close()
@@ -225,7 +279,7 @@ def test_after_the_loop_nobody_is_told(caplog: pytest.LogCaptureFixture) -> None
     caplog.set_level("DEBUG")
 
     async def make() -> Mailbox:
-        mailbox = Mailbox(asyncio.get_running_loop())
+        mailbox = opened()
         mailbox.close()
         return mailbox
 
@@ -237,7 +291,7 @@ def test_after_the_loop_nobody_is_told(caplog: pytest.LogCaptureFixture) -> None
 async def test_closing_frees_the_descriptors() -> None:
     """The numbers may belong to somebody else from then on."""
     before = descriptors()
-    mailbox, jobs = Mailbox(asyncio.get_running_loop()), JobQueue[int]()
+    mailbox, jobs = opened(), JobQueue[int]()
     assert len(descriptors()) == len(before) + 2
     mailbox.close()
     jobs.close()

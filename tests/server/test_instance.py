@@ -185,6 +185,25 @@ async def test_a_request_kept_open_is_answered_later_from_another_thread() -> No
         assert pool.statistics.success.count == 1
 
 
+async def test_what_is_flushed_arrives_while_the_execution_goes_on() -> None:
+    """Answers of a model that is not decoupled wait for its end otherwise."""
+    clients, go_on = [Client(), Client()], threading.Event()
+
+    def execute(batch: ExecutionBatch) -> None:
+        first, second = batch.requests
+        batch.send(first, InferenceResponse([]))
+        batch.flush()
+        batch.send(second, InferenceResponse([]))
+        go_on.wait(60)
+
+    async with pool_of(Blocking(execute)) as pool:
+        run(pool, *clients)
+        await clients[0].done.wait()
+        assert not clients[1].responses
+        go_on.set()
+        await clients[1].done.wait()
+
+
 async def test_a_decoupled_request_ends_with_its_final_flag_only() -> None:
     """Any number of responses in order, then an end without a response."""
 

@@ -431,6 +431,12 @@ class Worker:
         if self._held:
             self._read_until(lambda: not self._held)
 
+    def _send(self, kind: int, payload: Any) -> None:
+        """Send a message of the model's threads; their responses may wait in the outbox."""
+        with self._channel.lock:
+            self._outbox.flush()
+            self._channel.send(kind, payload)
+
     def is_cancelled(self, key: Any) -> bool:
         """See `Port.is_cancelled`."""
         if key not in self._cancelled:
@@ -446,7 +452,7 @@ class Worker:
         )  # fmt: skip
         with self._channel.lock:
             tensors = [self._tensor(tensor) for tensor in request._inputs]
-            self._channel.send(
+            self._send(
                 wire.INFER,
                 (
                     mailbox.handle, request._model_name, request._model_version,
@@ -458,7 +464,7 @@ class Worker:
     def cancel_infer(self, mailbox: Mailbox) -> None:
         """See `Port.cancel_infer`."""
         if mailbox.handle in self._calls:
-            self._channel.send(wire.INFER_CANCEL, mailbox.handle)
+            self._send(wire.INFER_CANCEL, mailbox.handle)
 
     def _open_call(self) -> Mailbox:
         if self._forked:
@@ -487,7 +493,7 @@ class Worker:
             and threading.current_thread() is threading.main_thread()
         ):
             mailbox.told = mailbox.taken
-            self._channel.send(wire.WAITS, (mailbox.handle, mailbox.taken))
+            self._send(wire.WAITS, (mailbox.handle, mailbox.taken))
 
     async def wait_async(self, mailbox: Mailbox) -> Any:
         """See `Port.wait_async`."""
@@ -511,7 +517,7 @@ class Worker:
     def call(self, method: str, *args: Any) -> Any:
         """See `Port.call`."""
         mailbox = self._open_call()
-        self._channel.send(wire.CALL, (mailbox.handle, method, args))
+        self._send(wire.CALL, (mailbox.handle, method, args))
         ok, value = self.wait(mailbox)
         if not ok:
             raise TritonModelException(value)
@@ -520,13 +526,13 @@ class Worker:
     def notify(self, method: str, *args: Any) -> None:
         """See `Port.notify`."""
         if not self._forked:
-            self._channel.send(wire.CALL, (0, method, args))
+            self._send(wire.CALL, (0, method, args))
 
     def log(self, level: str, text: str, file: str, line: int) -> None:
         """See `Port.log`."""
         if not self._forked:
             flush()  # keeps the order with what was printed before
-            self._channel.send(wire.LOG, (level, text, file, line))
+            self._send(wire.LOG, (level, text, file, line))
 
 
 def _opened(item: Any) -> Any:

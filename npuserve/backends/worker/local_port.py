@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import threading
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,6 +20,7 @@ from npuserve.response import InferenceResponse as ServerResponse
 from npuserve.tensor import Tensor
 
 if TYPE_CHECKING:
+    from npuserve.backends import base
     from npuserve.backends.worker.pb_request import InferenceRequest
     from npuserve.buffer_pool import BufferPool
 
@@ -29,48 +28,35 @@ if TYPE_CHECKING:
 class LocalPort:
     """`Port` of a model in the server's own process; a key is (batch, request).
 
+    All that a thread of the model has the server do takes one way to the loop, so it happens in
+    that order there, as it does with a worker and its channel.
+
     Attributes:
+        mailbox: that way; set before the model is initialised.
         main_thread: identity of the one in which `execute` runs.
     """
 
-    def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop | None,
-        services: ModelServices,
-        pool: BufferPool,
-    ) -> None:
-        self._loop = loop
+    mailbox: base.Mailbox
+
+    def __init__(self, services: ModelServices, pool: BufferPool) -> None:
         self._services = services
         self._pool = pool
         self._arrived = threading.Condition()
         self._next_call = 0
-        self._posts_answers = False
         self._model_loop: asyncio.AbstractEventLoop | None = None
         self.main_thread = 0
 
-    def post_answers_to(
-        self, loop: asyncio.AbstractEventLoop, model_loop: asyncio.AbstractEventLoop
-    ) -> None:
-        """Batches are those of a `LoopInstance`: they are touched on this loop only.
+    def run_on(self, model_loop: asyncio.AbstractEventLoop) -> None:
+        """The instance is a `LoopInstance`.
 
         Args:
             model_loop: where the coroutines of the model run side by side.
         """
-        self._loop = loop
         self._model_loop = model_loop
-        self._posts_answers = True
 
     def close(self) -> None:
         """End everything the model has going on in the server."""
-        self.post(self._services.close)
-
-    def post(self, function: Callable[..., object], *args: Any) -> None:
-        """Call a function on the server's loop."""
-        if self._loop is None:  # a backend driven alone
-            function(*args)
-            return
-        with contextlib.suppress(RuntimeError):  # the loop is closed: the server is gone
-            self._loop.call_soon_threadsafe(function, *args)
+        self.mailbox.post(self._services.close)
 
     def respond(
         self, key: Any, response: InferenceResponse | None, names: Any, final: bool
@@ -78,10 +64,11 @@ class LocalPort:
         """See `Port.respond`."""
         batch, request = key
         answer = None if response is None else self.response(response, names)
-        if self._posts_answers:
-            self.post(batch.send, request, answer, final)
+        if self._model_loop is not None:  # such batches are touched on the server's loop only
+            self.mailbox.post(batch.send, request, answer, final)
         else:
             batch.send(request, answer, final)
+            batch.flush()  # only what `execute` returns may wait for its end
 
     def response(self, response: InferenceResponse, names: Any) -> ServerResponse:
         """A model's response as the server's. Copies, since the model may reuse its arrays."""
@@ -134,7 +121,7 @@ class LocalPort:
         inputs = [self._tensor(tensor) for tensor in request._inputs]
         target = (request._model_name, request._model_version)
         batch = current_batch.get()
-        self.post(
+        self.mailbox.post(
             self._services.infer, mailbox.handle, target, inputs, fields, decoupled, reply, batch
         )
         return mailbox
@@ -146,7 +133,7 @@ class LocalPort:
 
     def cancel_infer(self, mailbox: Mailbox) -> None:
         """See `Port.cancel_infer`."""
-        self.post(self._services.cancel_infer, mailbox.handle)
+        self.mailbox.post(self._services.cancel_infer, mailbox.handle)
 
     def wait(self, mailbox: Mailbox) -> Any:
         """See `Port.wait`."""
@@ -164,7 +151,7 @@ class LocalPort:
             and self.main_thread == threading.get_ident()
         ):
             mailbox.told = mailbox.taken
-            self.post(self._services.waits, mailbox.handle, mailbox.taken)
+            self.mailbox.post(self._services.waits, mailbox.handle, mailbox.taken)
 
     async def wait_async(self, mailbox: Mailbox) -> Any:
         """See `Port.wait_async`."""
@@ -182,7 +169,7 @@ class LocalPort:
     def call(self, method: str, *args: Any) -> Any:
         """See `Port.call`."""
         mailbox = Mailbox()
-        self.post(
+        self.mailbox.post(
             self._services.call, method, args, lambda ok, value: self._put(mailbox, (ok, value))
         )
         ok, value = self.wait(mailbox)
@@ -192,11 +179,17 @@ class LocalPort:
 
     def notify(self, method: str, *args: Any) -> None:
         """See `Port.notify`."""
-        self.post(self._services.call, method, args, _ignore)
+        self.mailbox.post(self._services.call, method, args, _ignore)
 
     def log(self, level: str, text: str, file: str, line: int) -> None:
-        """See `Port.log`."""
-        self._services.log(level, text, file, line)
+        """See `Port.log`.
+
+        Written at once where that keeps the order: native code may crash or hang after it.
+        """
+        if self.mailbox.idle:
+            self._services.log(level, text, file, line)
+        else:
+            self.mailbox.post(self._services.log, level, text, file, line)
 
 
 def _ignore(_ok: bool, _value: Any) -> None:

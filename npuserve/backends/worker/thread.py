@@ -41,11 +41,7 @@ _now_ns = time.monotonic_ns
 
 
 class LocalModel:
-    """A model host in the server's process, with what it needs there.
-
-    Args:
-        loop: the server's; None for a backend that is driven alone.
-    """
+    """A model host in the server's process, with what it needs there."""
 
     def __init__(
         self,
@@ -53,12 +49,11 @@ class LocalModel:
         placement: Placement,
         file: Path,
         caller: Caller,
-        loop: asyncio.AbstractEventLoop | None,
         pool: BufferPool,
     ) -> None:
         self._context = context
         self.caller = caller
-        self.port = LocalPort(loop, ModelServices(context, caller), pool)
+        self.port = LocalPort(ModelServices(context, caller), pool)
         self._namespace: PrivateNamespace | None = None
         self.host = ModelHost(model_spec(context, placement, file), self.port, self._import)
 
@@ -116,7 +111,7 @@ class LocalModel:
             if self._namespace is not None:
                 self._namespace.unload()
             self.port.close()
-            self.port.post(self.caller.leave)
+            self.port.mailbox.post(self.caller.leave)
 
 
 class ThreadModelInstance(ModelInstance):
@@ -129,6 +124,7 @@ class ThreadModelInstance(ModelInstance):
 
     def initialize(self) -> None:
         """See `ModelInstance.initialize`."""
+        self._model.port.mailbox = self.mailbox
         self._model.initialize()
         self.has_readiness = self._model.host.has_readiness
 
@@ -140,7 +136,7 @@ class ThreadModelInstance(ModelInstance):
         """See `ModelInstance.execute`."""
         for request in batch.requests:
             if request.for_model is not None:
-                self._model.port.post(request.for_model, self._model.caller)
+                self.mailbox.post(request.for_model, self._model.caller)
         requests = self._model.requests(batch)
         batch.input_ready()
         host = self._model.host
@@ -183,11 +179,15 @@ class AsyncThreadInstance(LoopInstance):
 
     async def initialize(self) -> None:
         """See `LoopInstance.initialize`."""
-        self._server_loop = asyncio.get_running_loop()
-        self._model.port.post_answers_to(self._server_loop, self._loop)
-        self._ended = self._server_loop.create_future()
-        threading.Thread(target=self._serve, name=f"instance-{self._name}", daemon=True).start()
-        await self._in_thread(self._model.initialize)
+        self._model.port.mailbox = self.mailbox
+        self._model.port.run_on(self._loop)
+        server_loop = asyncio.get_running_loop()
+        ready: asyncio.Future[None] = server_loop.create_future()
+        self._ended = server_loop.create_future()
+        threading.Thread(
+            target=self._serve, args=(ready,), name=f"instance-{self._name}", daemon=True
+        ).start()
+        await ready
         self._model.caller.limit = self.max_inflight
         self.has_readiness = self._model.host.has_readiness
 
@@ -196,22 +196,23 @@ class AsyncThreadInstance(LoopInstance):
         question = asyncio.run_coroutine_threadsafe(self._model.is_ready_async(), self._loop)
         return await asyncio.wrap_future(question)
 
-    async def _in_thread(self, function: Any) -> None:
-        async def run() -> None:
-            function()
-
-        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(run(), self._loop))
-
-    def _serve(self) -> None:
+    def _serve(self, ready: asyncio.Future[None]) -> None:
+        try:
+            self._model.initialize()
+        except NpuserveError as error:
+            self.mailbox.post(_resolve, ready, error)
+        else:
+            self.mailbox.post(_resolve, ready, None)
         asyncio.set_event_loop(self._loop)
         while not self._stopping:  # the model may stop the loop, or leave it by sys.exit in a task
             try:
                 self._loop.run_forever()
             except BaseException:
                 logger.exception("a task of model instance %s left its event loop", self._name)
+        self._model.finalize()
         self._loop.close()
         assert self._ended is not None
-        self._server_loop.call_soon_threadsafe(self._ended.set_result, None)
+        self.mailbox.post(_resolve, self._ended, None)
 
     def start(self, batch: ExecutionBatch) -> None:
         """See `LoopInstance.start`."""
@@ -249,20 +250,28 @@ class AsyncThreadInstance(LoopInstance):
         except RequestCancelledError as cancelled:
             error = cancelled
         times = (input_ready, _now_ns())
-        self._server_loop.call_soon_threadsafe(self._model.caller.finished, number)
-        self._server_loop.call_soon_threadsafe(_finish, batch, answers, times, error)
+        self.mailbox.post(self._model.caller.finished, number)
+        self.mailbox.post(_finish, batch, answers, times, error)
 
     async def finalize(self) -> None:
         """See `LoopInstance.finalize`."""
         if self._ended is None:
             return
-        await self._in_thread(self._model.finalize)
         self._loop.call_soon_threadsafe(self._stop)
         await self._ended
 
     def _stop(self) -> None:
         self._stopping = True
         self._loop.stop()
+
+
+def _resolve(future: asyncio.Future[None], error: NpuserveError | None) -> None:
+    if future.done():  # nobody waits any more
+        return
+    if error is None:
+        future.set_result(None)
+    else:
+        future.set_exception(error)
 
 
 def _finish(
