@@ -117,15 +117,21 @@ async def test_calls_posted_meanwhile_wait_for_the_loops_next_turn() -> None:
 
 async def test_a_mailbox_is_idle_when_the_last_call_is_over() -> None:
     """Not as soon as it is taken out: what it does may still be under way."""
-    mailbox = opened()
-    assert mailbox.idle
-    during: list[bool] = []
-    mailbox.post(lambda: during.append(mailbox.idle))
-    assert not mailbox.idle
-    over: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-    mailbox.post(asyncio.get_running_loop().call_soon, lambda: over.set_result(mailbox.idle))
-    assert await over
-    assert during == [False]
+    mailbox, loop = opened(), asyncio.get_running_loop()
+    states = [mailbox.idle]
+    over = asyncio.Event()
+
+    def look() -> None:
+        states.append(mailbox.idle)
+        if len(states) == 4:
+            over.set()
+
+    mailbox.post(look)
+    look()
+    mailbox.post(loop.call_soon, look)
+    async with asyncio.timeout(60):
+        await over.wait()
+    assert states == [True, False, False, True]  # before, posted, during, after
     mailbox.close()
 
 
