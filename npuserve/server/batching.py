@@ -12,7 +12,7 @@ comes to the same: `grow` below.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -71,6 +71,10 @@ class BatchRules:
         sizes = preferred or frozenset((max_batch,))
         enough = max_batch if delay_ns else min(max_batch, max(sizes))
         return cls(max_batch, sizes, min(sizes), max(sizes), enough, delay_ns, signature)
+
+    def preferring(self, size: int) -> BatchRules:
+        """The same rules with another, single preferred size."""
+        return replace(self, preferred=frozenset((size,)), min_preferred=size, max_preferred=size)
 
     @classmethod
     def from_config(cls, config: ModelConfig) -> BatchRules:

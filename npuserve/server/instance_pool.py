@@ -94,6 +94,11 @@ class InstancePool:
         return sum(instance.inflight for instance in self.instances)
 
     @property
+    def active(self) -> int:
+        """Instances that take batches."""
+        return sum(i.available and not i.placement.passive for i in self.instances)
+
+    @property
     def healthy(self) -> bool:
         """Whether any instance is able to take batches at all."""
         return any(instance.available for instance in self.instances)

@@ -139,6 +139,11 @@ class FakePool:
     def __post_init__(self) -> None:
         self.instances = [FakeInstance(self, i, self.max_inflight) for i in range(self.count)]
 
+    @property
+    def active(self) -> int:
+        """See `InstancePool.active`."""
+        return self.count
+
     def acquire(self) -> FakeInstance | None:
         """See `InstancePool.acquire`."""
         free = [instance for instance in self.instances if instance.is_free]

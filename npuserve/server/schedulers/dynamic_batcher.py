@@ -16,6 +16,7 @@ from npuserve.errors import UnavailableError
 from npuserve.server.batch_strategy import load_strategy
 from npuserve.server.batching import BatchRules, Plan, plan_batch
 from npuserve.server.execution import reject
+from npuserve.server.fair_share import FairShare
 from npuserve.server.gathering import Gathering
 from npuserve.server.queue import PriorityQueue
 from npuserve.server.regrouping import NEVER, Regrouping
@@ -47,6 +48,13 @@ class DynamicBatcher(QueuedScheduler):
         )
         self._regrouping = Regrouping()
         self._gathering = Gathering()
+        # Sizes that were asked for are kept to.
+        adapts = self._rules.delay_ns and self._rules.min_preferred == self._rules.max_batch
+        self._fair_share = (
+            FairShare(self._rules.max_batch, self._rules.delay_ns)
+            if adapts and not self._rules.strategy
+            else None
+        )
         self._executing = 0  # batch elements
         self._dispatch_due = False  # `_dispatch` is on its way
         self._dispatching = False
@@ -96,6 +104,7 @@ class DynamicBatcher(QueuedScheduler):
     def stop(self) -> None:
         """See `Scheduler.stop`. Nobody can join any more, so nothing waits for a delay."""
         self._stopping = True
+        self._fair_share = None
         self._rules = replace(self._rules, delay_ns=0)
         self._dispatch()
 
@@ -138,6 +147,10 @@ class DynamicBatcher(QueuedScheduler):
             return self._wait(plan.wait_until_ns)
         if self._is_held(plan, now_ns):
             return self._wait(self._regrouping.hold_until_ns)
+        fair_share, callers = self._fair_share, self._gathering.complete_at
+        execution_ns = self._regrouping.mean_execution_ns
+        if fair_share and fair_share.gathers(now_ns, queue.elements, callers, execution_ns):
+            return self._wait(fair_share.gather_until_ns)
         if limited:
             instance = instances.acquire()
         if instance is None:
@@ -153,6 +166,8 @@ class DynamicBatcher(QueuedScheduler):
         if running is None:
             running = self._running[instance.index] = deque()
         running.append((now_ns, plan.batch_size))
+        if self._fair_share is not None:
+            self._share_out(self._fair_share, now_ns, plan.batch_size)
         self._executing += plan.batch_size
         self._gathering.started()
         instance.run(self._queue.take(plan.count), plan.batch_size)
@@ -165,6 +180,14 @@ class DynamicBatcher(QueuedScheduler):
         if self._rules.delay_ns or self._stopping:
             return False
         return self._queue.entered < regrouping.target
+
+    def _share_out(self, fair_share: FairShare, now_ns: int, batch_size: int) -> None:
+        """Set the size at which a batch is complete."""
+        queued, callers = self._queue.elements, self._gathering.complete_at
+        instances = self._instances.active
+        complete = fair_share.started(now_ns, batch_size, queued, callers, instances)
+        if complete != self._rules.max_preferred:
+            self._rules = self._rules.preferring(complete)
 
     def _next_in_line(self) -> Instance | None:
         """A busy instance that takes its next batch early, where that is worth it.

@@ -159,3 +159,63 @@ def test_an_open_stream_keeps_its_queue_delay() -> None:
     loop.clock.advance(ms=3000)
     sizes = [execution.batch_size for execution in loop.pool.executed]
     assert sum(sizes) / len(sizes) > 4  # 5 where the whole delay is always waited
+
+
+def in_step(duration_ns: int | Callable[[FakeExecution], int]) -> ClosedLoop:
+    """32 callers of a model with two instances and a queue delay, who are back within 0.2 ms."""
+    return ClosedLoop(
+        32,
+        duration_ns,
+        max_batch_size=32,
+        settings="max_queue_delay_microseconds: 2000",
+        return_us=(150, 200),
+        count=2,
+    )
+
+
+def test_callers_in_step_are_shared_out_where_that_pays() -> None:
+    """Executions that cost by the element: two instances serve nearly twice what one does."""
+    loop = in_step(lambda execution: execution.batch_size * 40 * US)
+    rate, busy = loop.run(1)
+    one_instance = 32 / (32 * 40e-6 + 200e-6)
+    assert rate > 1.6 * one_instance
+    assert busy > 0.75
+
+
+@pytest.mark.parametrize("fixed_us", [1_500, 6_000])
+def test_callers_stay_together_where_instances_take_turns(fixed_us: int) -> None:
+    """One device that takes as long for any batch: trials cost it less than 3 %."""
+    device_free_ns = 0
+
+    def on_one_device(execution: FakeExecution) -> int:
+        nonlocal device_free_ns
+        device_free_ns = max(device_free_ns, execution.start_ns) + fixed_us * US
+        return device_free_ns - execution.start_ns
+
+    loop = in_step(on_one_device)
+    loop.run(3)
+    rate, _ = loop.run(5)
+    assert rate > 0.97 * 32 / (fixed_us * 1e-6 + 200e-6)
+    assert {16, 32} <= set(loop.pool.sizes), "both ways were tried"
+
+
+def test_sharing_out_ends_with_the_callers_that_wait() -> None:
+    """An open stream that follows gathers as configured again."""
+    loop = in_step(lambda execution: execution.batch_size * 40 * US)
+    loop.run(1)
+    assert loop.pool.sizes[-10:] == [16] * 10
+    loop.return_us = None
+    loop.clock.advance(ms=100)
+    when_ns = loop.clock.now_ns()
+    for _ in range(40_000):
+        when_ns += int(loop.random.expovariate(1 / (250 * US)))
+        loop.clock.call_at(when_ns, loop.send)
+    loop.clock.advance(ms=10_000)
+    sizes = loop.pool.sizes[-100:]
+    assert sum(sizes) / len(sizes) > 7  # 9 where the whole delay is always waited
+
+
+@pytest.mark.parametrize("settings", ["preferred_batch_size: 32", "preferred_batch_size: [4, 8]"])
+def test_sizes_that_were_asked_for_are_kept_to(settings: str) -> None:
+    """Preferred sizes are not replaced by a share of the callers."""
+    loop = in_step(lambda execution: execution.batch_size * 40 * US)
