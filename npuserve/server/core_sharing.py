@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 _LOOK_NS = 100_000_000
 _REST_NS = 1_000_000_000  # between looks while there is nobody to look at
 _MIN_EVERY_NS = 5_000_000  # an execution; fewer are not worth it
-# Processor time of one execution. Two limits, so that a model in between does not go to and fro.
+# Processor time of one execution. Two limits, so that a model in between keeps its place.
 _QUICK_NS = 250_000
 _SLOW_NS = 400_000
 # The loop's own, per execution: where it has more to do (large bodies), hand-overs do not count.

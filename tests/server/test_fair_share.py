@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from npuserve.server.fair_share import FairShare
 
 MS = 1_000_000
@@ -87,6 +89,6 @@ def test_trials_become_rare() -> None:
         former = callers.size
     # Three turns of shares in each trial; rests of 1, 2, 4, ... 32 s.
     trials = begun[::3]
-    rests = [later - earlier for earlier, later in zip(trials, trials[1:], strict=False)]
+    rests = [later - earlier for earlier, later in pairwise(trials)]
     assert rests == sorted(rests)
     assert 30_000 * MS < rests[-1] < 36_000 * MS
