@@ -21,12 +21,9 @@ class Callers:
 
     def round(self, took_ns: int, instances: int = 2) -> None:
         """All of them are served once."""
-        left = WHOLE
-        while left:
-            elements = min(self.size, left)
-            complete = self.fair_share.started(self.now_ns, elements, left, WHOLE, instances)
-            left -= elements
-        self.size = complete
+        elements = self.size
+        for queued in range(WHOLE, 0, -elements):
+            self.size = self.fair_share.started(self.now_ns, elements, queued, WHOLE, instances)
         self.now_ns += took_ns
         assert not self.fair_share.gathers(self.now_ns, WHOLE, WHOLE, took_ns)
 
