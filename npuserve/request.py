@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from npuserve.response import InferenceResponse, ParameterValue
 
@@ -24,6 +24,19 @@ SEQUENCE_END = 2
 # (response or None, final): None only together with final=True, for a decoupled model that ends
 # a request without another response. Always called on the event loop's thread.
 ResponseCallback = Callable[[InferenceResponse | None, bool], None]
+
+
+class ModelCall(Protocol):
+    """The call of a model (BLS) that a request belongs to; told by whoever has the request."""
+
+    def taken(self, batch: Any) -> None:
+        """An instance executes the request in this batch, as the models' backend knows it."""
+
+    def part(self, name: str, model: Any) -> ModelCall:
+        """The call of a request that an ensemble makes of this member; `model` is its context."""
+
+    def ended(self) -> None:
+        """The request of a member was answered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +95,9 @@ class InferenceRequest:
         compute_ns: compute_input, compute_infer and compute_output durations, for the statistics
             of `parent`; set with the final response.
         parent: the request on whose behalf this one runs (ensemble, BLS).
-        for_model: a model waits for it while it executes (BLS), directly or through an ensemble.
-            It must not wait behind an execution, which may be that of the very model. An instance
-            that takes it calls this with what the models' backend knows it by.
+        for_model: the call of a model (BLS) that it belongs to, directly or through an ensemble.
+            The model may wait for it while it executes, so it must not be put behind an execution,
+            which may be that of the very model.
     """
 
     __slots__ = (
@@ -128,7 +141,7 @@ class InferenceRequest:
         self.model: Any = None
         self.scheduling: Any = None  # private to the scheduler that holds the request
         self.parent: InferenceRequest | None = None
-        self.for_model: Callable[[Any], None] | None = None
+        self.for_model: ModelCall | None = None
         self.trace: Any = None
         self.batch_size = 0
         self.checked: Checked | None = None

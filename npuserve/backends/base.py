@@ -112,7 +112,7 @@ class ServerServices(Protocol):
         """Registry of the metric families that models create (server/metrics.py)."""
 
 
-@dataclass
+@dataclass(eq=False)
 class BackendModelContext:
     """One model version as its backend sees it.
 

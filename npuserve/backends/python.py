@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from npuserve.backends.base import Backend, BackendModelContext, LoopInstance, ModelInstance
 from npuserve.backends.worker import wire
-from npuserve.backends.worker.call_graph import Caller, CallGraph
+from npuserve.backends.worker.call_graph import CallGraph, Instance
+from npuserve.backends.worker.call_watch import CallWatch
 from npuserve.backends.worker.connection import Connection
 from npuserve.backends.worker.environment import interpreter_of, worker_environment
 from npuserve.backends.worker.launcher import Launcher, model_spec, start_worker
@@ -53,6 +54,7 @@ class PythonBackend(Backend):
         self._model_file = model_file
         self._archive = model_file.with_name(_ARCHIVE) if model_file else None
         self._graph = CallGraph()
+        self._watch = CallWatch(self._graph)
         self._pool = BufferPool()
         # Re-entrant: the garbage collector may end a context while this thread holds it.
         self._lock = threading.RLock()
@@ -90,7 +92,8 @@ class PythonBackend(Backend):
                     settings,
                     fork_server,
                     self._buffer_pool(context),
-                    Caller(self._graph, context.name),
+                    self._node(context, placement),
+                    self._watch,
                     worker_environment(context, placement),
                 )
             )
@@ -125,6 +128,9 @@ class PythonBackend(Backend):
             fork_server = self._fork_servers.pop(interpreter)
         fork_server.close_soon()
 
+    def _node(self, context: BackendModelContext, placement: Placement) -> Instance:
+        return Instance(self._graph, context.name, context, takes=not placement.passive)
+
     def _buffer_pool(self, context: BackendModelContext) -> BufferPool:
         return self._pool if context.services is None else context.services.buffer_pool
 
@@ -135,7 +141,8 @@ class PythonBackend(Backend):
             context,
             placement,
             file,
-            Caller(self._graph, context.name),
+            self._node(context, placement),
+            self._watch,
             self._buffer_pool(context),
         )
         if re.search(

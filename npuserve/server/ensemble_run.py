@@ -94,7 +94,11 @@ class Members:
         """Give a request to the member of a step; see `Model.accept`."""
         if self._inner is not None:
             request.scheduling = self._inner.get(step.index)
-        self._models[step.index].accept(request)
+        model = self._models[step.index]
+        whole = request.parent
+        if whole is not None and whole.for_model is not None:
+            request.for_model = whole.for_model.part(model.name, model.context)
+        model.accept(request)
 
     def let_go(self) -> None:
         """The request was answered."""
@@ -340,7 +344,6 @@ class EnsembleRun:
             timeout_us=request.timeout_us,
         )
         member.parent = request
-        member.for_model = None if request.for_model is None else _not_followed
         member.inputs_shared = step.index in self._plan.shared or (
             request.inputs_shared and step.index in self._plan.entries
         )
@@ -368,7 +371,9 @@ class EnsembleRun:
                 member.hold(self._request.held or gate_is_full)
 
     def _ended(self, call: StepCall) -> None:
-        del self._calls[call]
+        member = self._calls.pop(call)
+        if member.for_model is not None:
+            member.for_model.ended()
         gate = self._parts.gates.get(call.step.index)
         if gate is not None:
             gate.leave()
@@ -532,7 +537,3 @@ class EnsembleRun:
         queue_ns = max(0, request.compute_start_ns - request.queue_ns)
         counters.execution(request.batch_size or 1, *compute_ns)
         counters.request_success(request.batch_size, total_ns, queue_ns, *compute_ns)
-
-
-def _not_followed(_instance: object) -> None:
-    """Which instances work for a model through an ensemble is not kept account of."""

@@ -1,151 +1,318 @@
 """Who waits for whom: finds BLS calls that could never be answered.
 
-A model that calls itself, or one that calls it back, waits for ever when every instance that could
-answer is itself waiting. The graph knows, for each instance that runs one batch at a time, which
-models it waits for, and which instances of them once those have taken the requests. Pure; one graph
-per Python backend.
+A model that calls itself, or one that calls it back, waits for ever when all that could answer is
+itself waiting. The graph has every call that is not answered yet, with who could answer it, and
+what the batches of each instance wait for as its `report` says. Whatever is not in a report goes
+on, so that nothing is called stuck that may only be busy. Pure; one graph per Python backend.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import itertools
+from collections import deque
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from npuserve.errors import InternalError
+if TYPE_CHECKING:
+    from npuserve.errors import InternalError
 
 
-class Caller:
-    """One instance in the graph.
+class Wait(NamedTuple):
+    """Somebody in a model waits for a response. Over once there are more than `taken`.
 
     Attributes:
-        overlaps: waiting does not occupy it: its batches overlap (`async def execute`), or its
-            threads may wait after `execute` returned (decoupled).
-        limit: batches that overlap, for those of `async def execute`: when as many wait, it is
-            occupied as well. 0 for no limit.
+        call_id: of the model's call; any other value is something the graph does not know of.
+        taken: responses the model had when it began to wait.
     """
 
-    def __init__(self, graph: CallGraph, model: str) -> None:
-        self._graph = graph
-        self._model = model
-        self._waits_for: dict[int, str | Caller] = {}
-        self._blocked_by: dict[int, str | Caller] = {}  # of an instance that overlaps, see `blocks`
-        self._batches: dict[int, Any] = {}  # the batch each call was made for, where it counts
-        self.overlaps = False
-        self.limit = 0
+    call_id: Any
+    taken: int
+
+
+class Report(NamedTuple):
+    """What an instance was found doing.
+
+    Attributes:
+        batches: what each batch waits for that does nothing else; it goes on after any of it.
+        senders: of these, the ones that have given out response senders.
+        others: what the model's other threads and tasks wait for, which may use the senders; None
+            if one of them goes on.
+    """
+
+    batches: Mapping[int, Collection[Wait]] = {}
+    senders: Collection[int] = ()
+    others: Collection[Wait] | None = None
+
+    @classmethod
+    def of(cls, batches: Any, senders: Any, others: Any) -> Report:
+        """What `waiting.report` gives, for which a wait is a tuple."""
+        return cls(
+            {number: [Wait(*wait) for wait in waits] for number, waits in batches.items()},
+            senders,
+            None if others is None else [Wait(*wait) for wait in others],
+        )
+
+
+NOTHING = Report()
+
+
+class Batch(NamedTuple):
+    """A batch in an instance, by the number that its reports use."""
+
+    instance: Instance
+    number: int
+
+
+class Call:
+    """A request that a model makes of another, or that an ensemble makes of its member for it.
+
+    Attributes:
+        number: those made later have higher ones.
+        caller: the instance whose model made it.
+        call_id: the model's number of it; of a part that of the whole.
+        name: of the model that is called.
+        target: the model's instances as `Instance.model` names them, any of which may take the
+            call; or the batch that has it.
+        responses: responses so far.
+        parts: what an ensemble is asking its members for this call.
+        whole: the call this is a part of.
+        expires: it leaves the queue unanswered after some time.
+    """
+
+    def __init__(
+        self,
+        caller: Instance,
+        call_id: int,
+        name: str,
+        model: Hashable,
+        whole: Call | None = None,
+    ) -> None:
+        self.number = next(caller.graph.numbers)
+        self.caller = caller
+        self.call_id = call_id
+        self.name = name
+        self.target: Hashable | Batch = model
+        self.responses = 0
+        self.parts: set[Call] = set()
+        self.whole = whole
+        self.expires = False
+
+    def taken(self, batch: Batch) -> None:
+        """From now on only this batch can answer."""
+        self.target = batch
+
+    def part(self, name: str, model: Hashable) -> Call:
+        """An ensemble asks a member."""
+        part = Call(self.caller, self.call_id, name, model, self)
+        self.parts.add(part)
+        return part
+
+    def ended(self) -> None:
+        """The member has answered its ensemble."""
+        assert self.whole is not None
+        self.whole.parts.discard(self)
+
+
+class Instance:
+    """One instance of a Python model.
+
+    Args:
+        model: the model's instances share it, no others.
+        takes: whether it is ever given a request.
+
+    Attributes:
+        places: batches that it executes at a time.
+        calls: of its model, by the model's number of the call.
+        report: the last one; `NOTHING` if it may be out of date.
+        ask: makes it report.
+        refuse: answers one of its calls with an error.
+    """
+
+    ask: Callable[[], None]
+    refuse: Callable[[Call, InternalError], None]
+
+    def __init__(self, graph: CallGraph, name: str, model: Hashable, takes: bool = True) -> None:
+        self.graph = graph
+        self.name = name
+        self.model = model
+        self.places = 1 if takes else 0
+        self.calls: dict[Any, Call] = {}
+        self.report = NOTHING
         graph.models.setdefault(model, []).append(self)
 
-    def starts(self, call_id: int, target: str, batch: Any = None) -> None:
-        """The instance is about to call `target` and to wait.
+    def starts(self, call_id: int, name: str, model: Hashable) -> Call:
+        """The model calls another."""
+        call = self.calls[call_id] = Call(self, call_id, name, model)
+        return call
 
-        Args:
-            batch: the one the call is made for, if `async def execute` makes it.
-
-        Raises:
-            InternalError: the answer could never come.
-        """
-        self._waits_for[call_id] = target
-        if not self.overlaps:
-            self._check(call_id, self._waits_for)
-        elif self.limit and batch is not None:
-            self._batches[call_id] = batch
-            self._check(call_id, self._waits_for, self._batches)
-
-    def taken(self, call_id: int, instance: Caller) -> None:
-        """From now on only this instance can answer the call."""
-        for calls in (self._waits_for, self._blocked_by):
-            if call_id in calls:
-                calls[call_id] = instance
-
-    def blocks(self, call_id: int) -> None:
-        """An instance that overlaps waits within `execute`, so that nothing else goes on there.
-
-        Raises:
-            InternalError: the answer could never come.
-        """
-        if self.overlaps and call_id in self._waits_for:
-            self._blocked_by[call_id] = self._waits_for[call_id]
-            self._check(call_id, self._blocked_by)
-
-    def _check(self, call_id: int, *notes: dict[int, Any]) -> None:
-        target = self._waits_for[call_id]
-        if self._graph.is_stuck(target):
-            for note in notes:
-                del note[call_id]
-            name = target._model if isinstance(target, Caller) else target
-            # Differs from Triton: there both requests hang for ever.
-            raise InternalError(
-                f"Model {self._model} calls model {name}, all instances of which wait for each "
-                "other: the call could never be answered. Raise the count in instance_group, or "
-                f"{self._advice}."
-            )
-
-    @property
-    def _advice(self) -> str:
-        if self.limit:
-            return "the parameter async_batches, and await async_exec instead of calling exec"
-        return "make execute a coroutine (async def) that awaits async_exec"
-
-    def responded(self, call_id: int) -> None:
-        """A response came: whoever is waited for is at work."""
-        self._blocked_by.pop(call_id, None)
-
-    def ended(self, call_id: int) -> None:
-        """The call was answered."""
-        self._waits_for.pop(call_id, None)
-        self._blocked_by.pop(call_id, None)
-        self._batches.pop(call_id, None)
-
-    def finished(self, batch: Any) -> None:
-        """`execute` is through with a batch, whatever became of the calls it made."""
-        for call_id in [key for key, value in self._batches.items() if value == batch]:
-            del self._batches[call_id]
+    def ends(self, call_id: int) -> None:
+        """The call has its final response, or the model will not hear of it any more."""
+        self.calls.pop(call_id, None)
 
     def clear(self) -> None:
-        """The instance ended all its calls."""
-        self._waits_for.clear()
-        self._blocked_by.clear()
-        self._batches.clear()
+        """The model is gone, and its calls with it."""
+        self.calls.clear()
+        self.report = NOTHING
 
     def leave(self) -> None:
         """The instance is gone."""
         self.clear()
-        callers = self._graph.models[self._model]
-        callers.remove(self)
-        if not callers:
-            del self._graph.models[self._model]
+        instances = self.graph.models[self.model]
+        instances.remove(self)
+        if not instances:
+            del self.graph.models[self.model]
 
-    def can_go_on(self, stuck: set[str | Caller]) -> bool:
-        """Whether it is free, or waits only for models and instances outside `stuck`."""
-        if not self.overlaps:
-            return stuck.isdisjoint(self._waits_for.values())
-        if not stuck.isdisjoint(self._blocked_by.values()):
-            return False
-        if len(self._batches) < self.limit or not self.limit:
-            return True
-        waiting = {
-            batch for call_id, batch in self._batches.items() if self._waits_for[call_id] in stuck
-        }
-        return len(waiting) < self.limit
+    def waits(self, number: int) -> list[Call] | None:
+        """The calls that a batch waits for; None if it goes on."""
+        waits = self.report.batches.get(number)
+        return self._outstanding(waits) if waits else None
+
+    def answers(self, number: int) -> list[Call] | None:
+        """The calls, any of which has to be answered before a request of the batch can be."""
+        calls = self.waits(number)
+        if calls is None or number not in self.report.senders:
+            return calls
+        others = self.report.others
+        more = None if others is None else self._outstanding(others)
+        return None if more is None else calls + more
+
+    def _outstanding(self, waits: Iterable[Wait]) -> list[Call] | None:
+        """The calls waited for; None if one has got a response since."""
+        calls = []
+        for wait in waits:
+            call = self.calls.get(wait.call_id)
+            if call is None or call.responses != wait.taken:
+                return None
+            calls.append(call)
+        return calls
+
+
+# Whether an instance has or gets a place for one more batch if the given calls are stuck; or
+# whether requests of its batch with this number can be answered.
+_Free = Callable[[Instance, int | None, set[Call]], bool]
 
 
 class CallGraph:
-    """The instances of all Python models of a server, by model name."""
+    """The instances of all Python models of a server, by model."""
 
     def __init__(self) -> None:
-        self.models: dict[str, list[Caller]] = {}
+        self.models: dict[Hashable, list[Instance]] = {}
+        self.numbers = itertools.count()
 
-    def is_stuck(self, target: str | Caller) -> bool:
-        """Whether no instance of a model, or not this one, can ever be free again.
+    @property
+    def instances(self) -> list[Instance]:
+        """All instances."""
+        return [instance for instances in self.models.values() for instance in instances]
 
-        Starts from the assumption that all instances are stuck and takes out those that can go on,
-        until nothing changes. A model is stuck when all its instances are.
+    def suspects(self) -> list[Instance]:
+        """The instances that have to report before anything can be said of their calls.
+
+        They call each other in circles: it could be that each of their batches waits.
         """
-        waiting = {caller for callers in self.models.values() for caller in callers}
+        stuck = self._stuck(_suspected)
+        return [i for i in self.instances if not stuck.isdisjoint(i.calls.values())]
+
+    def circle(self) -> list[Call]:
+        """Calls that wait for each other by what the reports say, [] if there are none.
+
+        Each waits for the next one, the last one for the first, which was made last of all that
+        wait for each other: once it is refused, the others may go on.
+        """
+        stuck = self._stuck(_reported)
+        if not stuck:
+            return []
+        knot = self._knot(stuck)
+        last = max((call for call in knot if call.whole is None), key=lambda call: call.number)
+        came_from: dict[Call, Call] = {}
+        ways = deque([last])
+        while last not in came_from:
+            call = ways.popleft()
+            for behind in self._behind(call, stuck):
+                if behind not in came_from:
+                    came_from[behind] = call
+                    ways.append(behind)
+        circle = [came_from[last]]
+        while circle[-1] is not last:
+            circle.append(came_from[circle[-1]])
+        return circle[::-1]
+
+    def _stuck(self, free: _Free) -> set[Call]:
+        """The calls that can never be answered.
+
+        Starts from the assumption that all are stuck and takes out those that can be answered
+        until nothing changes.
+        """
+        stuck = {call for instance in self.instances for call in instance.calls.values()}
+        parts = list(stuck)
+        while parts:
+            parts = [part for call in parts for part in call.parts]
+            stuck.update(parts)
+        gone = stuck
+        while gone:
+            known: dict[Any, bool] = {}
+            gone = {call for call in stuck if self._answered(call, free, stuck, known)}
+            stuck -= gone
+        return stuck
+
+    def _answered(self, call: Call, free: _Free, stuck: set[Call], known: dict[Any, bool]) -> bool:
+        """Whether a call can be answered if the given ones are stuck.
+
+        Args:
+            known: the same of targets.
+        """
+        target = call.target
+        if call.parts:
+            return not stuck.issuperset(call.parts)
+        if target not in known:
+            if isinstance(target, Batch):
+                known[target] = free(target.instance, target.number, stuck)
+            else:
+                takers = [each for each in self.models.get(target, ()) if each.places]
+                known[target] = not takers or any(free(each, None, stuck) for each in takers)
+        return known[target] or (call.expires and not isinstance(target, Batch))
+
+    def _knot(self, stuck: set[Call]) -> set[Call]:
+        """Stuck calls that all wait for each other and for nothing else."""
+        knot = self._reach(next(iter(stuck)), stuck)
         while True:
-            stuck: set[str | Caller] = {*waiting}
-            stuck.update(name for name, own in self.models.items() if waiting.issuperset(own))
-            if target not in stuck:
-                return False
-            free = {caller for caller in waiting if caller.can_go_on(stuck)}
-            if not free:
-                return True
-            waiting -= free
+            within = next((reach for c in knot if (reach := self._reach(c, stuck)) < knot), None)
+            if within is None:
+                return knot
+            knot = within
+
+    def _behind(self, call: Call, stuck: set[Call]) -> Iterable[Call]:
+        """The calls that a stuck one waits for."""
+        target = call.target
+        if call.parts:
+            return call.parts
+        if isinstance(target, Batch):
+            return target.instance.answers(target.number) or ()
+        waits = (
+            instance.waits(number)
+            for instance in self.models[target]
+            for number in instance.report.batches
+        )
+        return [behind for calls in waits if calls and stuck.issuperset(calls) for behind in calls]
+
+    def _reach(self, call: Call, stuck: set[Call]) -> set[Call]:
+        """All that a stuck call waits for, directly or not; itself only in a circle."""
+        reach: set[Call] = set()
+        ways = [call]
+        while ways:
+            for behind in self._behind(ways.pop(), stuck):
+                if behind not in reach:
+                    reach.add(behind)
+                    ways.append(behind)
+        return reach
+
+
+def _suspected(instance: Instance, _number: int | None, stuck: set[Call]) -> bool:
+    return stuck.isdisjoint(instance.calls.values())
+
+
+def _reported(instance: Instance, number: int | None, stuck: set[Call]) -> bool:
+    if number is not None:
+        calls = instance.answers(number)
+        return calls is None or not stuck.issuperset(calls)
+    waits = map(instance.waits, instance.report.batches)
+    return sum(calls is not None and stuck.issuperset(calls) for calls in waits) < instance.places

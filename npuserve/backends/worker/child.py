@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
 import itertools
 import logging
 import os
@@ -20,8 +21,9 @@ import socket
 import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Coroutine
+from collections import Counter, deque
+from collections.abc import Callable, Coroutine, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from npuserve.backends.worker import wire
@@ -31,8 +33,9 @@ from npuserve.backends.worker.loader import import_plainly
 from npuserve.backends.worker.outbox import Outbox
 from npuserve.backends.worker.pb_response import InferenceResponse
 from npuserve.backends.worker.pb_tensor import Tensor, TritonModelException
-from npuserve.backends.worker.port import Mailbox, current_batch
+from npuserve.backends.worker.port import Mailbox
 from npuserve.backends.worker.stdio import PortLogHandler, flush, take_output
+from npuserve.backends.worker.waiting import NOT_BEGUN, Executing, Waiting, report
 
 if TYPE_CHECKING:
     from npuserve.backends.worker.pb_request import InferenceRequest
@@ -55,9 +58,12 @@ class Worker:
         self._outbox = Outbox(channel)
         self._host: ModelHost | None = None
         self._batches: deque[Any] = deque()
+        self._executing: dict[int, Executing] = {}  # or waiting for their turn
         self._calls: dict[int, Mailbox] = {}
         self._call_ids = itertools.count(1)
         self._cancelled: set[Any] = set()
+        self._waiting = Waiting()
+        self._look_due = False  # the server wants to know what the batches wait for
         self._readiness_due = False  # the server wants to know whether the model is ready
         self._stopping = False  # STOP came, or the server is gone
         self._held = False  # readers of large responses are behind
@@ -69,6 +75,9 @@ class Worker:
         self._turn = threading.Condition()
         self._waiters = 0
         self._loop: asyncio.AbstractEventLoop | None = None
+        # Tasks that wait for answers on a loop that the model itself runs, by loop.
+        self._awaiting: Counter[asyncio.AbstractEventLoop] = Counter()
+        self._main_thread = threading.get_ident()
         os.register_at_fork(after_in_child=self._after_fork)
 
     # -- life ---------------------------------------------------------------------------------
@@ -177,6 +186,7 @@ class Worker:
         outcomes: Any = ()
         try:
             requests = self._requests(host, payload)
+            self._executing[batch_id] = Executing(requests)
             input_ready = _now_ns()
             outcomes = host.execute(requests)
         except ModelFailedError as failure:
@@ -205,7 +215,7 @@ class Worker:
                 stopped.set_result(None)
 
         def readable() -> None:
-            self._read_available()
+            self._read_available(idle=True)
             start_batches()
 
         main_thread = threading.get_ident()
@@ -228,13 +238,13 @@ class Worker:
 
     async def _run_async(self, host: ModelHost, payload: Any) -> None:
         batch_id = payload[0]
-        current_batch.set(batch_id)
         requests: list[InferenceRequest] = []
         input_ready = 0
         error = None
         outcomes: Any = ()
         try:
             requests = self._requests(host, payload)
+            self._executing[batch_id] = Executing(requests, asyncio.current_task())
             input_ready = _now_ns()
             if self._cancelled and all(
                 (batch_id, index) in self._cancelled for index in range(len(requests))
@@ -280,6 +290,7 @@ class Worker:
     ) -> None:
         """Send the result of a batch. Empties the lists: input memory goes back with it."""
         input_ready, output_ready, error = marks
+        del self._executing[batch_id]
         with self._channel.lock:
             results = [
                 outcome
@@ -333,6 +344,8 @@ class Worker:
                         self._dispatch(self._channel.receive())
                 finally:
                     self._pass_on()
+                if self._look_due:
+                    self._report()
             else:
                 with self._turn:
                     self._waiters += 1
@@ -349,8 +362,12 @@ class Worker:
             with self._turn:
                 self._turn.notify_all()
 
-    def _read_available(self) -> None:
-        """Take in what has arrived, without waiting."""
+    def _read_available(self, *, idle: bool = False) -> None:
+        """Take in what has arrived, without waiting.
+
+        Args:
+            idle: see `waiting.report`.
+        """
         if not self._reading.acquire(blocking=False):
             return
         try:
@@ -360,6 +377,8 @@ class Worker:
             pass  # nothing more
         finally:
             self._pass_on()
+        if self._look_due:
+            self._report(idle=idle)
 
     def _dispatch(self, message: wire.Message | None) -> None:
         if message is None:
@@ -368,6 +387,7 @@ class Worker:
         kind, _, payload = message
         if kind == wire.EXECUTE:
             self._batches.append(payload)
+            self._executing[payload[0]] = NOT_BEGUN
             if self._batches_arrived is not None:
                 self._batches_arrived()
         elif kind == wire.CANCEL:
@@ -379,12 +399,25 @@ class Worker:
             self._calls.pop(call_id).put((ok, value))
         elif kind == wire.INFER_RESPONSE:
             self._infer_response(payload)
+        elif kind == wire.LOOK:
+            self._look_due = True
         elif kind == wire.IS_READY:
             self._readiness_due = True
             self._announce_batches()
         elif kind == wire.STOP:
             self._stopping = True
             self._announce_batches()
+
+    def _report(self, *, idle: bool = False) -> None:
+        """Say what the batches wait for, see `waiting.report`."""
+        self._look_due = False
+        loop, main = self._loop, self._main_thread
+        found = report(self._waiting, main, dict(self._executing), loop, idle=idle)
+        if loop is not None and not (found[0] or idle or threading.get_ident() == main):
+            # The loop could be idle but for being woken up for the same message.
+            loop.call_soon_threadsafe(partial(self._report, idle=True))
+            return
+        self._send(wire.WAITS, found)
 
     def _announce_batches(self) -> None:
         if self._batches_arrived is not None:
@@ -456,7 +489,7 @@ class Worker:
                 wire.INFER,
                 (
                     mailbox.handle, request._model_name, request._model_version,
-                    (tensors, fields), decoupled, current_batch.get(),
+                    (tensors, fields), decoupled,
                 ),
             )  # fmt: skip
         return mailbox
@@ -479,40 +512,38 @@ class Worker:
         """See `Port.wait`."""
         items = mailbox.items
         if not items:
-            self._tell_waiting(mailbox)
-            self._read_until(lambda: bool(items))
+            with self._waiting.blocks(mailbox):
+                self._read_until(lambda: bool(items))
         return _opened(mailbox.take())
-
-    def _tell_waiting(self, mailbox: Mailbox) -> None:
-        """The batches of such models overlap, but not while the main thread is waiting."""
-        host = self._host
-        if (
-            host is not None
-            and (host.decoupled or host.is_async)
-            and mailbox.told != mailbox.taken
-            and threading.current_thread() is threading.main_thread()
-        ):
-            mailbox.told = mailbox.taken
-            self._send(wire.WAITS, (mailbox.handle, mailbox.taken))
 
     async def wait_async(self, mailbox: Mailbox) -> Any:
         """See `Port.wait_async`."""
-        loop = asyncio.get_running_loop()
-        if self._loop is None:  # a loop of the model's own: nobody reads but who waits
-            if not mailbox.items:
-                self._tell_waiting(mailbox)
-            return await loop.run_in_executor(None, self.wait, mailbox)
         if not mailbox.items:
-            arrived = asyncio.Event()
-            mailbox.wake = (
-                arrived.set
-                if loop is self._loop
-                else lambda: loop.call_soon_threadsafe(arrived.set)
-            )
-            if mailbox.items:  # it came before `wake` was set, read by another thread
-                arrived.set()
-            await arrived.wait()
+            loop = asyncio.get_running_loop()
+            arrived = mailbox.arrival(loop)
+            # It may have come before the mailbox had the future, read by another thread.
+            if not mailbox.items:
+                with self._waiting.awaits(arrived, mailbox), self._read_by(loop):
+                    await arrived
         return _opened(mailbox.take())
+
+    @contextlib.contextmanager
+    def _read_by(self, loop: asyncio.AbstractEventLoop) -> Iterator[None]:
+        """Have a loop that the model runs read the channel while one of its tasks waits."""
+        if loop is self._loop:
+            yield
+            return
+        self._awaiting[loop] += 1
+        if self._awaiting[loop] == 1:
+            loop.add_reader(self._channel.socket, partial(self._read_available, idle=True))
+        try:
+            yield
+        finally:
+            self._awaiting[loop] -= 1
+            if not self._awaiting[loop]:
+                del self._awaiting[loop]
+                if not loop.is_closed():  # a task that outlived it
+                    loop.remove_reader(self._channel.socket)
 
     def call(self, method: str, *args: Any) -> Any:
         """See `Port.call`."""

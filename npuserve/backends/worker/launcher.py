@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from npuserve.backends.base import BackendModelContext, Placement
-    from npuserve.backends.worker.call_graph import Caller
+    from npuserve.backends.worker.call_graph import Instance
+    from npuserve.backends.worker.call_watch import CallWatch
     from npuserve.backends.worker.settings import WorkerSettings
     from npuserve.buffer_pool import BufferPool
 
@@ -60,7 +61,11 @@ def model_spec(context: BackendModelContext, placement: Placement | None, file: 
 
 @dataclass
 class Launcher:
-    """How the worker of one instance is started, as often as needed."""
+    """How the worker of one instance is started, as often as needed.
+
+    Attributes:
+        node: the instance in the graph of calls between models.
+    """
 
     context: BackendModelContext
     placement: Placement
@@ -68,21 +73,17 @@ class Launcher:
     settings: WorkerSettings
     fork_server: ForkServer
     buffer_pool: BufferPool
-    caller: Caller
+    node: Instance
+    watch: CallWatch
     environment: dict[str, str]
 
     def __post_init__(self) -> None:
-        self.services = ModelServices(self.context, self.caller)
+        self.services = ModelServices(self.context, self.node, self.watch)
 
     @property
     def log(self) -> logging.Logger:
         """Logger of the model."""
         return self.context.log
-
-    @property
-    def decoupled(self) -> bool:
-        """Whether the model is decoupled."""
-        return self.context.config.model_transaction_policy.decoupled
 
     def init_message(self) -> dict[str, Any]:
         """Payload of the INIT message."""

@@ -13,8 +13,9 @@ from npuserve.backends.worker import wire
 from npuserve.backends.worker.pb_response import InferenceResponse
 from npuserve.backends.worker.pb_tensor import Tensor as ModelTensor
 from npuserve.backends.worker.pb_tensor import TritonModelException
-from npuserve.backends.worker.port import Mailbox, current_batch
+from npuserve.backends.worker.port import Mailbox
 from npuserve.backends.worker.services import INDEX_OF_STATUS, ModelServices, error_of
+from npuserve.backends.worker.waiting import Waiting
 from npuserve.errors import InternalError
 from npuserve.response import InferenceResponse as ServerResponse
 from npuserve.tensor import Tensor
@@ -33,7 +34,9 @@ class LocalPort:
 
     Attributes:
         mailbox: that way; set before the model is initialised.
-        main_thread: identity of the one in which `execute` runs.
+        model_loop: where the coroutines of the model run side by side, if its instance is a
+            `LoopInstance`.
+        waiting: who waits for answers.
     """
 
     mailbox: base.Mailbox
@@ -43,16 +46,8 @@ class LocalPort:
         self._pool = pool
         self._arrived = threading.Condition()
         self._next_call = 0
-        self._model_loop: asyncio.AbstractEventLoop | None = None
-        self.main_thread = 0
-
-    def run_on(self, model_loop: asyncio.AbstractEventLoop) -> None:
-        """The instance is a `LoopInstance`.
-
-        Args:
-            model_loop: where the coroutines of the model run side by side.
-        """
-        self._model_loop = model_loop
+        self.model_loop: asyncio.AbstractEventLoop | None = None
+        self.waiting = Waiting()
 
     def close(self) -> None:
         """End everything the model has going on in the server."""
@@ -64,7 +59,7 @@ class LocalPort:
         """See `Port.respond`."""
         batch, request = key
         answer = None if response is None else self.response(response, names)
-        if self._model_loop is not None:  # such batches are touched on the server's loop only
+        if self.model_loop is not None:  # such batches are touched on the server's loop only
             self.mailbox.post(batch.send, request, answer, final)
         else:
             batch.send(request, answer, final)
@@ -120,9 +115,8 @@ class LocalPort:
         )  # fmt: skip
         inputs = [self._tensor(tensor) for tensor in request._inputs]
         target = (request._model_name, request._model_version)
-        batch = current_batch.get()
         self.mailbox.post(
-            self._services.infer, mailbox.handle, target, inputs, fields, decoupled, reply, batch
+            self._services.infer, mailbox.handle, target, inputs, fields, decoupled, reply
         )
         return mailbox
 
@@ -137,33 +131,19 @@ class LocalPort:
 
     def wait(self, mailbox: Mailbox) -> Any:
         """See `Port.wait`."""
-        self._tell_waiting(mailbox)
-        with self._arrived:
+        with self.waiting.blocks(mailbox), self._arrived:
             while not mailbox.items:
                 self._arrived.wait()
             return mailbox.take()
 
-    def _tell_waiting(self, mailbox: Mailbox) -> None:
-        """Nothing else goes on in this instance while its main thread waits."""
-        if (
-            not mailbox.items
-            and mailbox.told != mailbox.taken
-            and self.main_thread == threading.get_ident()
-        ):
-            mailbox.told = mailbox.taken
-            self.mailbox.post(self._services.waits, mailbox.handle, mailbox.taken)
-
     async def wait_async(self, mailbox: Mailbox) -> Any:
         """See `Port.wait_async`."""
-        loop = asyncio.get_running_loop()
-        if loop is not self._model_loop:  # one that the model runs within `execute`
-            self._tell_waiting(mailbox)
-        arrived = asyncio.Event()
         with self._arrived:
             if mailbox.items:
                 return mailbox.take()
-            mailbox.wake = lambda: loop.call_soon_threadsafe(arrived.set)
-        await arrived.wait()
+            arrived = mailbox.arrival(asyncio.get_running_loop())
+        with self.waiting.awaits(arrived, mailbox):
+            await arrived
         return mailbox.take()
 
     def call(self, method: str, *args: Any) -> Any:

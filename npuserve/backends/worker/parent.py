@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from npuserve.backends.base import ExecutionBatch, LoopInstance
 from npuserve.backends.worker import wire
+from npuserve.backends.worker.call_graph import Batch, Report
 from npuserve.backends.worker.connection import Connection
 from npuserve.backends.worker.polling import ReplyPolling
 from npuserve.backends.worker.process import OutputReader, WorkerProcess, describe_exit
@@ -54,6 +55,9 @@ class WorkerInstance(LoopInstance):
         self._process: WorkerProcess | None = None
         self._output: OutputReader | None = None
         self._services: ModelServices = launcher.services
+        self._node = launcher.node
+        self._node.ask = self._look
+        self._asked = False
         self._batches: dict[int, ExecutionBatch] = {}  # being executed
         # Batch and its requests by index that are answered after their execution.
         self._open: dict[int, tuple[ExecutionBatch, dict[int, InferenceRequest]]] = {}
@@ -79,12 +83,10 @@ class WorkerInstance(LoopInstance):
         self._polling = ReplyPolling(self._loop.call_soon)
         facts = await self._launch()
         overlaps = bool(facts["async"])
-        self._launcher.caller.overlaps = overlaps or self._launcher.decoupled
         # A worker reads its next batch when it has sent the result of the last one.
-        self._launcher.caller.limit = self._settings.async_batches if overlaps else 0
         self.prefetches = not overlaps
-        if overlaps:
-            self.max_inflight = self._settings.async_batches
+        if overlaps and self._node.places:
+            self.max_inflight = self._node.places = self._settings.async_batches
 
     async def _launch(self) -> dict[str, Any]:
         """Start a worker and wait until its model is initialised.
@@ -93,7 +95,7 @@ class WorkerInstance(LoopInstance):
             InternalError: it is not, and the worker is gone again.
         """
         self._ready = self._loop.create_future()
-        self._timed_out = False
+        self._timed_out = self._asked = False
         connection = Connection(
             self._loop, self._launcher.buffer_pool, self._on_message, self._on_lost
         )
@@ -158,7 +160,7 @@ class WorkerInstance(LoopInstance):
             connection.close()
         self._fail_all(WorkerDiedError(f"Stub process '{self.name}' is not healthy."))
         self._services.close()
-        self._launcher.caller.leave()
+        self._node.leave()
 
     async def is_ready(self) -> bool:
         """See `LoopInstance.is_ready`."""
@@ -186,7 +188,7 @@ class WorkerInstance(LoopInstance):
             raise
         for request in batch.requests:
             if request.for_model is not None:
-                request.for_model(self._launcher.caller)
+                request.for_model.taken(Batch(self._node, batch_id))
         if self._batches:
             self._polling.answered()  # no longer the only one
         elif len(items) == 1 and not self.shares_core:
@@ -268,8 +270,6 @@ class WorkerInstance(LoopInstance):
     def _on_result(self, payload: Any) -> None:
         batch_id, input_ready_ns, output_ready_ns, outcomes, failure = payload
         batch = self._batches.pop(batch_id)
-        if not self.prefetches:
-            self._launcher.caller.finished(batch_id)
         self._polling.answered()
         if self._deadlines:
             self._end_deadline(batch_id)
@@ -391,7 +391,7 @@ class WorkerInstance(LoopInstance):
             connection.send(wire.ANSWER, (call_id, ok, value))
 
     def _on_infer(self, payload: Any) -> None:
-        call_id, name, version, (tensors, fields), decoupled, batch = payload
+        call_id, name, version, (tensors, fields), decoupled = payload
         assert self._connection is not None
         reply: Reply = partial(self._infer_answered, self._connection, call_id)
         try:
@@ -401,7 +401,7 @@ class WorkerInstance(LoopInstance):
             reply(_unreadable("input of the request", failure), True)
             return
         fields = (*fields[:-1], self._request_of(fields[-1]))
-        self._services.infer(call_id, (name, version), inputs, fields, decoupled, reply, batch)
+        self._services.infer(call_id, (name, version), inputs, fields, decoupled, reply)
 
     def _request_of(self, key: Any) -> InferenceRequest | None:
         """The request with this key, if the worker still has it."""
@@ -426,8 +426,15 @@ class WorkerInstance(LoopInstance):
             item = _to_wire(_unreadable("response of the model", failure), connection.link)
         connection.send(wire.INFER_RESPONSE, (call_id, item, final))
 
-    def _on_waits(self, payload: tuple[int, int]) -> None:
-        self._services.waits(*payload)
+    def _look(self) -> None:
+        """See `call_graph.Instance.ask`. A worker that does not read is not waiting."""
+        if not (self._asked or self._connection is None or self._connection.closed):
+            self._asked = True
+            self._connection.send(wire.LOOK, None)
+
+    def _on_waits(self, payload: Any) -> None:
+        self._asked = False
+        self._node.report = Report.of(*payload)
 
     def _on_infer_cancel(self, call_id: int) -> None:
         self._services.cancel_infer(call_id)

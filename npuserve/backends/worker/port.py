@@ -5,19 +5,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections import deque
 from collections.abc import Callable
-from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from npuserve.backends.worker.pb_request import InferenceRequest
     from npuserve.backends.worker.pb_response import InferenceResponse
-
-
-# The batch that `async def execute` works on, for the calls it makes; tasks and asyncio.to_thread
-# inherit it. None elsewhere.
-current_batch: ContextVar[int | None] = ContextVar("current_batch", default=None)
 
 
 class Mailbox:
@@ -27,17 +23,15 @@ class Mailbox:
         wake: called after an answer was put, if a coroutine waits for it.
         handle: the port's own note of the call.
         taken: answers taken out so far.
-        told: the value of `taken` at which the server heard that `execute` waits; -1 for never.
     """
 
-    __slots__ = ("handle", "items", "taken", "told", "wake")
+    __slots__ = ("handle", "items", "taken", "wake")
 
     def __init__(self, handle: Any = None) -> None:
         self.items: deque[Any] = deque()
         self.wake: Callable[[], object] | None = None
         self.handle = handle
         self.taken = 0
-        self.told = -1
 
     def put(self, item: Any) -> None:
         """Add an answer."""
@@ -50,6 +44,22 @@ class Mailbox:
         """Take out the next answer, which is there."""
         self.taken += 1
         return self.items.popleft()
+
+    def arrival(self, loop: asyncio.AbstractEventLoop) -> asyncio.Future[None]:
+        """A future of this loop that is set when the next answer comes."""
+        arrived = loop.create_future()
+
+        def wake() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                loop.call_soon_threadsafe(_set, arrived)
+
+        self.wake = wake
+        return arrived
+
+
+def _set(arrived: asyncio.Future[None]) -> None:
+    if not arrived.done():
+        arrived.set_result(None)
 
 
 class Port(Protocol):

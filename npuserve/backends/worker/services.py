@@ -10,7 +10,6 @@ import asyncio
 import json
 import logging
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from npuserve.backends.worker.wire import STATUS_NAMES
@@ -28,7 +27,9 @@ from npuserve.response import InferenceResponse
 
 if TYPE_CHECKING:
     from npuserve.backends.base import BackendModelContext, ServerServices
-    from npuserve.backends.worker.call_graph import Caller
+    from npuserve.backends.worker.call_graph import Call, Instance
+    from npuserve.backends.worker.call_watch import CallWatch
+    from npuserve.model_config import ModelConfig
     from npuserve.tensor import Tensor
 
 STATUS_BY_INDEX = tuple(StatusCode[name] for name in STATUS_NAMES)
@@ -54,13 +55,16 @@ class ModelServices:
     """The server's side of `Port` for one instance.
 
     Args:
-        caller: the instance in the graph of who waits for whom.
+        instance: the instance in the graph of who waits for whom.
+        watch: told of each call.
     """
 
-    def __init__(self, context: BackendModelContext, caller: Caller) -> None:
+    def __init__(self, context: BackendModelContext, instance: Instance, watch: CallWatch) -> None:
         self._context = context
         self._log = context.log
-        self._caller = caller
+        self._instance = instance
+        instance.refuse = self._refuse
+        self._watch = watch
         self._requests: dict[int, tuple[InferenceRequest, Reply]] = {}
         self._refused: set[int] = set()  # calls that the model need not hear of any more
         self._families: dict[int, int] = {}
@@ -82,7 +86,7 @@ class ModelServices:
         for task in self._tasks:
             task.cancel()
         self._delete_all_metrics()
-        self._caller.clear()
+        self._instance.clear()
 
     def log(self, level: str, text: str, file: str, line: int) -> None:
         """Write a line of the model's, with its own place in the source."""
@@ -96,7 +100,7 @@ class ModelServices:
 
     def infer(
         self, call_id: int, target: tuple[str, int], inputs: list[Tensor],
-        fields: Any, decoupled: bool, reply: Reply, batch: int | None = None,
+        fields: Any, decoupled: bool, reply: Reply,
     ) -> None:  # fmt: skip
         """Run a request of the model; every answer, failure included, goes to `reply`.
 
@@ -105,17 +109,16 @@ class ModelServices:
             target: model name and version.
             fields: as in `wire`, the last one the request whose trace it continues, or None.
             decoupled: whether any number of responses is welcome.
-            batch: see `Caller.starts`.
         """
         name, version = target
         try:
-            self._start(call_id, name, version, inputs, fields, decoupled, reply, batch)
+            self._start(call_id, name, version, inputs, fields, decoupled, reply)
         except Exception as error:  # as in `call`
             reply(InferenceResponse.from_error(_prefixed(name, _known(error))), True)
 
     def _start(
         self, call_id: int, name: str, version: int, inputs: list[Tensor],
-        fields: Any, decoupled: bool, reply: Reply, batch: int | None,
+        fields: Any, decoupled: bool, reply: Reply,
     ) -> None:  # fmt: skip
         try:
             model = self._server.model(name, version)
@@ -130,13 +133,14 @@ class ModelServices:
                 "'decoupled=True' argument to the 'exec' or 'async_exec' calls for decoupled "
                 "models.'"
             )
-        self._caller.starts(call_id, name, batch)
+        call = self._instance.starts(call_id, name, model.context)
+        call.expires = _may_expire(model.config)
 
         def answered(response: InferenceResponse | None, final: bool) -> None:
-            self._caller.responded(call_id)
+            call.responses += 1
             if final:
                 self._requests.pop(call_id, None)
-                self._caller.ended(call_id)
+                self._instance.ends(call_id)
             if call_id in self._refused:
                 if final:
                     self._refused.remove(call_id)
@@ -144,30 +148,23 @@ class ModelServices:
             reply(response, final)
 
         request = _request(name, version, inputs, fields, answered)
-        request.for_model = partial(self._caller.taken, call_id)
+        request.for_model = call
         self._requests[call_id] = request, reply
         try:
             self._server.infer(request)
         except Exception:
             self._requests.pop(call_id, None)
-            self._caller.ended(call_id)
+            self._instance.ends(call_id)
             raise
+        self._watch.start(self._server.loop)
 
-    def waits(self, call_id: int, taken: int) -> None:
-        """The model waits for the call within `execute`; refuses one that cannot be answered.
-
-        Args:
-            taken: responses the model has had; if there are more, it waits no longer.
-        """
-        request, reply = self._requests.get(call_id, (None, None))
-        if request is None or reply is None or request.response_count > taken:
-            return
-        try:
-            self._caller.blocks(call_id)
-        except NpuserveError as error:
-            self._refused.add(call_id)
-            request.cancel()
-            reply(InferenceResponse.from_error(error), True)
+    def _refuse(self, call: Call, error: InternalError) -> None:
+        """See `call_graph.Instance.refuse`."""
+        request, reply = self._requests[call.call_id]
+        self._refused.add(call.call_id)
+        self._instance.ends(call.call_id)
+        request.cancel()
+        reply(InferenceResponse.from_error(error), True)
 
     def cancel_infer(self, call_id: int) -> None:
         """The model does not want the answer any more."""
@@ -279,6 +276,13 @@ _CALL_PREFIX = {
     "metric_observe": "Failed to observe metric value: ",
     "metric_value": "Failed to get metric value: ",
 }
+
+
+def _may_expire(config: ModelConfig) -> bool:
+    """Whether requests may leave the model's queue because of their age."""
+    batching = config.dynamic_batching
+    policies = (batching.default_queue_policy, *batching.priority_queue_policy.values())
+    return any(p.default_timeout_microseconds and not p.timeout_action for p in policies)
 
 
 def _known(error: Exception) -> NpuserveError:

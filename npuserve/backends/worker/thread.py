@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import os
 import threading
 import time
 from pathlib import Path
@@ -18,18 +19,20 @@ from typing import TYPE_CHECKING, Any
 
 from npuserve.backends.base import ExecutionBatch, LoopInstance, ModelInstance
 from npuserve.backends.worker import wire
+from npuserve.backends.worker.call_graph import Batch, Report
 from npuserve.backends.worker.host import ModelFailedError, ModelHost
 from npuserve.backends.worker.launcher import model_spec
 from npuserve.backends.worker.loader import PrivateNamespace
 from npuserve.backends.worker.local_port import LocalPort, model_tensor
 from npuserve.backends.worker.parent import request_fields
-from npuserve.backends.worker.port import current_batch
 from npuserve.backends.worker.services import ModelServices
+from npuserve.backends.worker.waiting import NOT_BEGUN, Executing, report
 from npuserve.errors import InternalError, NpuserveError, RequestCancelledError
 
 if TYPE_CHECKING:
     from npuserve.backends.base import BackendModelContext, Placement
-    from npuserve.backends.worker.call_graph import Caller
+    from npuserve.backends.worker.call_graph import Instance
+    from npuserve.backends.worker.call_watch import CallWatch
     from npuserve.backends.worker.pb_request import InferenceRequest
     from npuserve.buffer_pool import BufferPool
     from npuserve.request import InferenceRequest as ServerRequest
@@ -41,19 +44,32 @@ _now_ns = time.monotonic_ns
 
 
 class LocalModel:
-    """A model host in the server's process, with what it needs there."""
+    """A model host in the server's process, with what it needs there.
+
+    Args:
+        node: the instance in the graph of calls between models.
+        watch: told of calls.
+
+    Attributes:
+        executing: batches that the model executes, or that wait for their turn, by number.
+    """
 
     def __init__(
         self,
         context: BackendModelContext,
         placement: Placement,
         file: Path,
-        caller: Caller,
+        node: Instance,
+        watch: CallWatch,
         pool: BufferPool,
     ) -> None:
         self._context = context
-        self.caller = caller
-        self.port = LocalPort(ModelServices(context, caller), pool)
+        self.node = node
+        node.ask = self._look
+        self.port = LocalPort(ModelServices(context, node, watch), pool)
+        self.executing: dict[int, Executing] = {}
+        self._thread_id = 0
+        self._numbers = itertools.count(1)
         self._namespace: PrivateNamespace | None = None
         self.host = ModelHost(model_spec(context, placement, file), self.port, self._import)
 
@@ -71,8 +87,7 @@ class LocalModel:
             self.host.initialize()
         except ModelFailedError as error:
             raise InternalError(str(error)) from None
-        self.caller.overlaps = self.host.decoupled or self.host.is_async
-        self.port.main_thread = threading.get_ident()
+        self._thread_id = threading.get_ident()
 
     def is_ready(self) -> bool:
         """See `ModelInstance.is_ready`."""
@@ -88,9 +103,29 @@ class LocalModel:
         except ModelFailedError as error:
             raise InternalError(str(error)) from None
 
+    def number(self, batch: ExecutionBatch) -> int:
+        """Number a batch, and tell the calls it is executed for."""
+        number = next(self._numbers)
+        for request in batch.requests:
+            if request.for_model is not None:
+                self.port.mailbox.post(request.for_model.taken, Batch(self.node, number))
+        return number
+
     def requests(self, batch: ExecutionBatch) -> list[InferenceRequest]:
         """The requests of a batch as the model sees them."""
         return [self._request(batch, request) for request in batch.requests]
+
+    def _look(self) -> None:
+        """See `call_graph.Instance.ask`; the server's thread, while those of the model run."""
+        found = report(
+            self.port.waiting,
+            self._thread_id,
+            dict(self.executing),
+            self.port.model_loop,
+            home=str(self._context.model_dir) + os.sep,
+        )
+        # On the way of what they sent before: who waits for a response that came goes on.
+        self.port.mailbox.post(setattr, self.node, "report", Report.of(*found))
 
     def _request(self, batch: ExecutionBatch, request: ServerRequest) -> InferenceRequest:
         copy = request.inputs_shared
@@ -111,7 +146,7 @@ class LocalModel:
             if self._namespace is not None:
                 self._namespace.unload()
             self.port.close()
-            self.port.mailbox.post(self.caller.leave)
+            self.port.mailbox.post(self.node.leave)
 
 
 class ThreadModelInstance(ModelInstance):
@@ -134,12 +169,11 @@ class ThreadModelInstance(ModelInstance):
 
     def execute(self, batch: ExecutionBatch) -> None:
         """See `ModelInstance.execute`."""
-        for request in batch.requests:
-            if request.for_model is not None:
-                self.mailbox.post(request.for_model, self._model.caller)
+        number = self._model.number(batch)
         requests = self._model.requests(batch)
         batch.input_ready()
         host = self._model.host
+        self._model.executing[number] = Executing(requests)
         try:
             if host.is_async:  # inherited, so that `overlaps` did not see it
                 outcomes = asyncio.run(host.execute_async(requests))
@@ -147,6 +181,8 @@ class ThreadModelInstance(ModelInstance):
                 outcomes = host.execute(requests)
         except ModelFailedError as error:
             raise InternalError(str(error)) from None
+        finally:
+            del self._model.executing[number]
         batch.output_ready()
         for request, asked, outcome in zip(batch.requests, requests, outcomes, strict=False):
             if outcome is wire.LATER:
@@ -174,13 +210,12 @@ class AsyncThreadInstance(LoopInstance):
         self._loop = asyncio.new_event_loop()
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopping = False
-        self._numbers = itertools.count(1)
         self._ended: asyncio.Future[None] | None = None
 
     async def initialize(self) -> None:
         """See `LoopInstance.initialize`."""
         self._model.port.mailbox = self.mailbox
-        self._model.port.run_on(self._loop)
+        self._model.port.model_loop = self._loop
         server_loop = asyncio.get_running_loop()
         ready: asyncio.Future[None] = server_loop.create_future()
         self._ended = server_loop.create_future()
@@ -188,7 +223,8 @@ class AsyncThreadInstance(LoopInstance):
             target=self._serve, args=(ready,), name=f"instance-{self._name}", daemon=True
         ).start()
         await ready
-        self._model.caller.limit = self.max_inflight
+        if self._model.node.places:
+            self._model.node.places = self.max_inflight
         self.has_readiness = self._model.host.has_readiness
 
     async def is_ready(self) -> bool:
@@ -216,18 +252,16 @@ class AsyncThreadInstance(LoopInstance):
 
     def start(self, batch: ExecutionBatch) -> None:
         """See `LoopInstance.start`."""
-        for request in batch.requests:
-            if request.for_model is not None:
-                request.for_model(self._model.caller)
-        self._loop.call_soon_threadsafe(self._begin, batch)
+        number = self._model.number(batch)
+        self._model.executing[number] = NOT_BEGUN
+        self._loop.call_soon_threadsafe(self._begin, batch, number)
 
-    def _begin(self, batch: ExecutionBatch) -> None:
-        task = self._loop.create_task(self._execute(batch, next(self._numbers)))
+    def _begin(self, batch: ExecutionBatch, number: int) -> None:
+        task = self._loop.create_task(self._execute(batch, number))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def _execute(self, batch: ExecutionBatch, number: int) -> None:
-        current_batch.set(number)
         input_ready = 0
         error: NpuserveError | None = None
         answers: list[Any] = []
@@ -238,6 +272,7 @@ class AsyncThreadInstance(LoopInstance):
             if first.cancelled and all(request.cancelled for request in others):
                 self._model.host.abandon(requests)  # while the model kept its event loop busy
                 raise RequestCancelledError("the request was cancelled before its execution")
+            self._model.executing[number] = Executing(requests, asyncio.current_task())
             outcomes = await self._model.host.execute_async(requests)
             answers = [
                 outcome
@@ -249,8 +284,9 @@ class AsyncThreadInstance(LoopInstance):
             error = InternalError(str(failure))
         except RequestCancelledError as cancelled:
             error = cancelled
+        finally:
+            del self._model.executing[number]
         times = (input_ready, _now_ns())
-        self.mailbox.post(self._model.caller.finished, number)
         self.mailbox.post(_finish, batch, answers, times, error)
 
     async def finalize(self) -> None:

@@ -36,20 +36,19 @@ STOP = 5  #                         None
 INIT = 6  #                         what the worker shall be, as a dict
 IS_READY = 7  #                     None; asks the model, answered by READINESS
 HOLD = 8  #                         whether to hold large responses back
+LOOK = 9  #                         None; what batches wait for, answered by WAITS
 # worker → server
 READY = 16  #                       facts as a dict
 FAILED = 17  #                      error
 RESULT = 18  #                      (batch id, input ready ns, output ready ns, outcomes, error)
 RESPONSES = 19  #                   [(key, response or None, final)]
 CALL = 20  #                        (call id, method, arguments); call id 0 wants no answer
-INFER = 21  #                       (call id, model name, version, request, decoupled,
-#                                   id of the batch it is made for or None)
+INFER = 21  #                       (call id, model name, version, request, decoupled)
 INFER_CANCEL = 22  #                call id
 LOG = 23  #                         (level, text, file, line)
 STOPPED = 24  #                     None
 READINESS = 25  #                   (whether it is ready, error)
-WAITS = 26  #                       (call id of an INFER that `execute` waits for, doing nothing
-#                                   else; responses it has taken)
+WAITS = 26  #                       (batches, senders, others) as in `call_graph.Report`
 # both
 MEMORY = 30  #                      None: only `memory` matters
 SPILLED = 31  #                     reference to shared memory that holds the message proper
@@ -60,7 +59,7 @@ KILL = 41  #                        process id
 FORKED = 42  #                      (token, process id); token 0 once, when it is ready
 EXITED = 43  #                      (process id, wait status)
 
-KINDS = frozenset({*range(1, 9), *range(16, 27), 30, 31, *range(40, 44)})
+KINDS = frozenset({*range(1, 10), *range(16, 27), 30, 31, *range(40, 44)})
 
 # Outcomes of one request in RESULT that are not a response.
 LATER = None  # answered, or going to be answered, through its response sender

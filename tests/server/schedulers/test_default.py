@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from typing import cast
 
 import pytest
 
 from npuserve.backends.base import ExecutionBatch, LoopInstance, Placement
 from npuserve.errors import RequestCancelledError, UnavailableError
 from npuserve.model_config import ModelConfig
-from npuserve.request import InferenceRequest
+from npuserve.request import InferenceRequest, ModelCall
 from npuserve.response import InferenceResponse
 from npuserve.server.instance_pool import InstancePool
 from npuserve.server.schedulers.default import DefaultScheduler
@@ -127,7 +128,7 @@ def test_what_waits_for_a_free_instance(why: str) -> None:
         if why == "part of an ensemble":
             request.parent = request
         if why == "asked by a model":
-            request.for_model = lambda _: None
+            request.for_model = cast("ModelCall", object())
     model.clock.advance(ms=30 if why == "once long" else 100)
     assert ids == []
     model.clock.advance(ms=100)

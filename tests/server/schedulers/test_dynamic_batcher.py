@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import cast
 
 import pytest
 from google.protobuf import text_format
 
 from npuserve.errors import NpuserveError, RequestCancelledError, UnavailableError
 from npuserve.model_config import ModelConfig
-from npuserve.request import InferenceRequest
+from npuserve.request import InferenceRequest, ModelCall
 from npuserve.response import InferenceResponse
 from npuserve.server.schedulers.dynamic_batcher import DynamicBatcher
 from npuserve.server.statistics import FailureReason
@@ -370,7 +371,7 @@ def test_nothing_is_handed_over_early_once_a_model_asks() -> None:
     model.send("learn how long one takes")
     model.clock.advance(ms=100)
     asked = model.request("asked")
-    asked.for_model = lambda _: None
+    asked.for_model = cast("ModelCall", object())
     model.accept(asked)
     model.send_together(4 * 4 - 1)
     assert model.pool.instances[0].inflight == 1

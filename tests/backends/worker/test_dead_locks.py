@@ -1,0 +1,454 @@
+"""Models that wait for each other: refused where no call could be answered, and only there."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from npuserve.backends.worker.call_graph import Call, CallGraph
+from tests.backends.worker.models import CONFIG, Models, parameter, served, write_model
+
+pytestmark = pytest.mark.parametrize("execution", ["process", "thread"])
+
+DECOUPLED = CONFIG + "model_transaction_policy { decoupled: true }\n"
+
+# Models answer with JSON text. IN is how much deeper calls go; the model called is in the request
+# id, the way there being "a,b,a": each model calls the first and hands the others on.
+COMMON = """
+import asyncio, concurrent.futures
+
+def report(value):
+    return response(np.array([json.dumps(value)], object))
+
+def make(target, request_id=""):
+    x = pb_utils.Tensor("IN", np.ones(1, np.float32))
+    return pb_utils.InferenceRequest(
+        request_id=request_id, model_name=target, requested_output_names=["OUT"], inputs=[x])
+
+def along(request):
+    target, _, rest = request.request_id().partition(",")
+    return make(target, rest)
+
+def value(answer):
+    if answer.has_error():
+        return answer.error().message()
+    return json.loads(answer.output_tensors()[0].as_numpy()[0])
+
+def wait_for_test():
+    with open(os.path.join(pb_utils.get_model_dir(), "..", "..", "gate")) as gate:
+        return gate.read()
+"""
+
+BLOCKS = """
+class TritonPythonModel:
+    def execute(self, requests):
+        return [report(value(along(r).exec()) if r.request_id() else "end") for r in requests]
+"""
+
+AWAITS = """
+class TritonPythonModel:
+    async def execute(self, requests):
+        return [report(await self.one(r) if r.request_id() else "end") for r in requests]
+
+    async def one(self, r):
+        return value(await along(r).async_exec())
+"""
+
+ASYNC_BLOCKS = AWAITS.replace("value(await along(r).async_exec())", "value(along(r).exec())")
+
+
+def write(root: Path, name: str, code: str, config: str = CONFIG) -> None:
+    write_model(root, name, COMMON + code, config)
+
+
+def write_ensemble(root: Path, name: str, member: str) -> None:
+    (root / name / "1").mkdir(parents=True)
+    (root / name / "config.pbtxt").write_text(
+        'platform: "ensemble"\n'
+        + CONFIG[CONFIG.index("input") : CONFIG.index("instance_group")]
+        + f'ensemble_scheduling {{ step [ {{ model_name: "{member}" model_version: -1 '
+        + 'input_map { key: "IN" value: "IN" } output_map { key: "OUT" value: "OUT" } } ] }\n'
+    )
+
+
+async def ask(models: Models, name: str, way: str = "") -> str:
+    """The text with which the model answers."""
+    answer = (await models.infer(name, id=way)).text
+    value: str = json.loads(answer)
+    return value
+
+
+REFUSED = "could never be answered"
+
+
+def several(limit: int) -> str:
+    return CONFIG + parameter("async_batches", str(limit))
+
+
+@pytest.mark.parametrize(
+    ("models", "way", "circle"),
+    [
+        ({"a": (BLOCKS, CONFIG)}, "a", "(a -> a)"),
+        ({"a": (BLOCKS, CONFIG), "b": (BLOCKS, CONFIG)}, "b,a", "(b -> a -> b)"),
+        ({"a": (AWAITS, several(1)), "b": (AWAITS, several(1))}, "b,a", "(b -> a -> b)"),
+        ({"a": (AWAITS, several(2)), "b": (AWAITS, several(2))}, "b,a,b,a", " -> a -> b"),
+        ({"a": (AWAITS, several(2)), "b": (BLOCKS, CONFIG)}, "a,b,a", "(b -> a -> b)"),
+        ({"a": (ASYNC_BLOCKS, several(3))}, "a", "(a -> a)"),
+        ({"a": (ASYNC_BLOCKS, several(3)), "b": (BLOCKS, CONFIG)}, "b,a", "(b -> a -> b)"),
+    ],
+)
+async def test_circles(
+    tmp_path: Path,
+    execution: str,
+    models: dict[str, tuple[str, str]],
+    way: str,
+    circle: str,
+) -> None:
+    """The circle is named, and service goes on: once alone, once with others in the same place."""
+    for name, (code, config) in models.items():
+        write(tmp_path, name, code, config)
+    async with served(tmp_path, execution) as running:
+        answer = await ask(running, "a", way)
+        assert REFUSED in answer
+        assert circle in answer
+        for answer in await asyncio.gather(*(ask(running, "a", way) for _ in range(6))):
+            assert REFUSED in answer
+        for name in models:
+            assert await ask(running, name) == "end"
+
+
+@pytest.mark.parametrize("way", ["e", "outer"])
+@pytest.mark.parametrize("limit", [0, 1])
+async def test_circle_through_an_ensemble(
+    tmp_path: Path, execution: str, way: str, limit: int
+) -> None:
+    """A model that calls an ensemble of itself waits for itself, however deep it is inside."""
+    write(tmp_path, "a", AWAITS if limit else BLOCKS, several(limit) if limit else CONFIG)
+    write_ensemble(tmp_path, "e", "a")
+    write_ensemble(tmp_path, "outer", "e")
+    async with served(tmp_path, execution) as models:
+        assert REFUSED in await ask(models, "a", way)
+        assert await ask(models, way) == "end"
+
+
+async def test_circle_through_an_ensemble_with_a_free_instance(
+    tmp_path: Path, execution: str
+) -> None:
+    """The free instances of b are of no use to a, which waits for the one that calls it back."""
+    write(tmp_path, "a", BLOCKS)
+    write(tmp_path, "b", BLOCKS, CONFIG.replace("KIND_CPU", "KIND_CPU count: 3"))
+    write_ensemble(tmp_path, "e", "b")
+    async with served(tmp_path, execution) as models:
+        answer = await ask(models, "a", "e,a")
+        assert "(b -> a -> e -> b)" in answer
+
+
+async def test_circle_of_both_kinds_of_execution(tmp_path: Path, execution: str) -> None:
+    """A model in a process and one in a thread find their circle."""
+    other = "thread" if execution == "process" else "process"
+    write(tmp_path, "a", BLOCKS)
+    write(tmp_path, "b", AWAITS, several(1) + parameter("execution", other))
+    async with served(tmp_path, execution) as models:
+        assert REFUSED in await ask(models, "a", "b,a")
+        assert REFUSED in await ask(models, "b", "a,b")
+
+
+# Ways in which a model waits for a call that is not made by the one who waits.
+IN_THREADS = {
+    "join": """
+        got = []
+        thread = threading.Thread(target=lambda: got.append(value(along(r).exec(decoupled=True))))
+        thread.start()
+        thread.join()
+        return got[0]
+""",
+    "result": """
+        return self.pool.submit(lambda: value(along(r).exec(decoupled=True))).result()
+""",
+    "map": """
+        return list(self.pool.map(lambda call: value(call.exec(decoupled=True)), [along(r)]))[0]
+""",
+    "shutdown": """
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            answer = pool.submit(lambda: value(along(r).exec(decoupled=True)))
+        return answer.result()
+""",
+    "run": """
+        async def answer():
+            return value(await along(r).async_exec(decoupled=True))
+        return asyncio.run(answer())
+""",
+    "run a thread": """
+        return asyncio.run(asyncio.to_thread(lambda: value(along(r).exec(decoupled=True))))
+""",
+}
+
+
+@pytest.mark.parametrize("how", IN_THREADS)
+@pytest.mark.parametrize("config", [CONFIG, DECOUPLED], ids=["", "decoupled"])
+async def test_model_waits_for_its_own_thread(
+    tmp_path: Path, execution: str, how: str, config: str
+) -> None:
+    """What a thread or a loop of the model waits for, execute waits for as well."""
+    code = f"""
+class TritonPythonModel:
+    def initialize(self, args):
+        self.pool = concurrent.futures.ThreadPoolExecutor()
+
+    def execute(self, requests):
+        answers = [report(self.one(r) if r.request_id() else "end") for r in requests]
+        if {config == CONFIG}:
+            return answers
+        for r, answer in zip(requests, answers):
+            r.get_response_sender().send(answer, flags=1)
+
+    def one(self, r):{IN_THREADS[how]}
+"""
+    once = """
+def value(answers, plain=value):
+    if isinstance(answers, pb_utils.InferenceResponse):
+        return plain(answers)
+    return [plain(answer) for answer in answers][0]
+"""
+    if "async def" in code:
+        code = code.replace(
+            "return value(await along(r).async_exec(decoupled=True))",
+            "return [value(a) async for a in await along(r).async_exec(decoupled=True)][0]",
+        )
+    write(tmp_path, "a", once + code, config)
+    async with served(tmp_path, execution) as models:
+        assert REFUSED in await ask(models, "a", "a")
+        assert await ask(models, "a") == "end"
+
+
+IN_TASKS = {
+    "gather": "(await asyncio.gather(one(), one()))[1]",
+    "wait": "(await asyncio.wait([asyncio.ensure_future(one())]))[0].pop().result()",
+    "task": "await asyncio.ensure_future(one())",
+    "to_thread": "value(await asyncio.to_thread(along(r).exec))",
+    "wait_for": "await asyncio.wait_for(one(), None)",
+    "group": "(await group())[0].result()",
+    "stream": "[value(a) async for a in await along(r).async_exec(decoupled=True)][0]",
+}
+
+
+@pytest.mark.parametrize("how", IN_TASKS)
+@pytest.mark.parametrize("config", [CONFIG, DECOUPLED], ids=["", "decoupled"])
+async def test_coroutine_waits_for_others(
+    tmp_path: Path, execution: str, how: str, config: str
+) -> None:
+    """What the coroutines wait for that execute awaits, it waits for as well."""
+    code = f"""
+class TritonPythonModel:
+    async def execute(self, requests):
+        for r in requests:
+            answer = report(await self.one(r) if r.request_id() else "end")
+            if {config == CONFIG}:
+                return [answer]
+            r.get_response_sender().send(answer, flags=1)
+
+    async def one(self, r):
+        async def one():
+            async for answer in await along(r).async_exec(decoupled=True):
+                return value(answer)
+
+        async def group():
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(one()) for _ in range(2)]
+            return tasks
+
+        return {IN_TASKS[how]}
+"""
+    if config == DECOUPLED:
+        code = code.replace(
+            "value(await asyncio.to_thread(along(r).exec))",
+            "await asyncio.to_thread(lambda: [value(a) for a in along(r).exec(decoupled=True)][0])",
+        )
+    write(tmp_path, "a", code, config + parameter("async_batches", "1"))
+    async with served(tmp_path, execution) as models:
+        assert REFUSED in await ask(models, "a", "a")
+        assert await ask(models, "a") == "end"
+
+
+# ------------------------------------------------------------------- what must not be refused
+
+
+@pytest.fixture
+def judged(monkeypatch: pytest.MonkeyPatch) -> Callable[[], asyncio.Future[None]]:
+    """A function that gives a future, set when it was looked for circles twice more."""
+    waiting: list[tuple[asyncio.Future[None], int]] = []
+    find = CallGraph.circle
+
+    def circle(self: CallGraph) -> list[Call]:
+        found = find(self)
+        for entry in waiting[:]:
+            waiting.remove(entry)
+            future, left = entry
+            if left:
+                waiting.append((future, left - 1))
+            else:
+                future.set_result(None)
+        return found
+
+    def begin() -> asyncio.Future[None]:
+        future = asyncio.get_running_loop().create_future()
+        waiting.append((future, 1))
+        return future
+
+    monkeypatch.setattr(CallGraph, "circle", circle)
+    return begin
+
+
+async def _open(gate: Path) -> None:
+    """Let a model go on that waits in `wait_for_test`."""
+    await asyncio.to_thread(gate.write_text, "opened")
+
+
+GOES_ON = {
+    "unread stream": """
+    def execute(self, requests):
+        (r,) = requests
+        if r.request_id():
+            self.kept = along(r).exec(decoupled=True)
+            return [report(wait_for_test())]
+        return [report("end")]
+""",
+    "thread": """
+    def execute(self, requests):
+        (r,) = requests
+        if r.request_id():
+            self.kept = threading.Thread(target=lambda: self.got.append(value(along(r).exec())))
+            self.kept.start()
+            return [report(wait_for_test())]
+        return [report("end")]
+""",
+    "loop that outlives execute": """
+    def execute(self, requests):
+        (r,) = requests
+        if r.request_id():
+            self.loop = asyncio.new_event_loop()
+            self.kept = self.loop.create_task(along(r).async_exec())
+            self.loop.run_until_complete(asyncio.sleep(0))
+            return [report(wait_for_test())]
+        if not self.got:  # called by itself
+            self.got.append("called")
+            return [report("called")]
+        answer = value(self.loop.run_until_complete(self.kept))
+        self.loop.close()
+        return [report("end" if answer == "called" else answer)]
+""",
+    "task": """
+    async def execute(self, requests):
+        (r,) = requests
+        if r.request_id():
+            self.kept = asyncio.ensure_future(along(r).async_exec())
+            return [report(await asyncio.to_thread(wait_for_test))]
+        return [report("end")]
+""",
+    "first of two": """
+    async def execute(self, requests):
+        (r,) = requests
+        if r.request_id():
+            self.kept = asyncio.ensure_future(along(r).async_exec())
+            test = asyncio.ensure_future(asyncio.to_thread(wait_for_test))
+            done, _ = await asyncio.wait([self.kept, test], return_when="FIRST_COMPLETED")
+            return [report(done.pop().result())]
+        return [report("end")]
+""",
+    "own loop": """
+    def execute(self, requests):
+        (r,) = requests
+        if r.request_id():
+            return [report(asyncio.run(self.one(r)))]
+        return [report("end")]
+
+    async def one(self, r):
+        self.kept = asyncio.ensure_future(along(r).async_exec())
+        return await asyncio.to_thread(wait_for_test)
+""",
+}
+
+
+@pytest.mark.parametrize("how", GOES_ON)
+async def test_call_that_nobody_waits_for(
+    tmp_path: Path,
+    execution: str,
+    how: str,
+    judged: Callable[[], asyncio.Future[None]],
+) -> None:
+    """The caller holds the only place, but does not wait: the call is answered after it."""
+    code = "\nclass TritonPythonModel:\n    got = []\n" + GOES_ON[how]
+    write(tmp_path, "a", code, several(1))
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    async with served(tmp_path, execution) as models:
+        looked = judged()
+        call = models.start("a", id="a")
+        await looked
+        await _open(gate)
+        assert json.loads((await call.answer()).text) == "opened"
+        assert await ask(models, "a") == "end"
+
+
+async def test_call_with_a_time_out_of_its_own(tmp_path: Path, execution: str) -> None:
+    """A model that waits for some time only goes on by itself."""
+    code = """
+class TritonPythonModel:
+    async def execute(self, requests):
+        (r,) = requests
+        if not r.request_id():
+            return [report("end")]
+        try:
+            return [report(value(await asyncio.wait_for(along(r).async_exec(), 0.5)))]
+        except asyncio.TimeoutError:
+            return [report("timed out")]
+"""
+    write(tmp_path, "a", code, several(1))
+    async with served(tmp_path, execution) as models:
+        assert await ask(models, "a", "a") == "timed out"
+        assert await ask(models, "a") == "end"
+
+
+async def test_whoever_waits_for_the_circle_gets_its_answer(tmp_path: Path, execution: str) -> None:
+    """A call that a circle holds up is answered once the circle is broken."""
+    write(tmp_path, "a", BLOCKS)
+    write(tmp_path, "b", BLOCKS)
+    async with served(tmp_path, execution) as models:
+        circle, waits = models.start("a", id="a"), models.start("b", id="a")
+        assert REFUSED in json.loads((await circle.answer()).text)
+        assert json.loads((await waits.answer()).text) == "end"
+
+
+async def test_sender_that_another_thread_uses(
+    tmp_path: Path, execution: str, judged: Callable[[], asyncio.Future[None]]
+) -> None:
+    """A thread that answers the call for which execute waits makes both go on."""
+    first = "[value(a) for a in along(r).exec(decoupled=True)][0]"
+    write(tmp_path, "a", BLOCKS.replace("value(along(r).exec())", first))
+    code = """
+class TritonPythonModel:
+    def execute(self, requests):
+        for r in requests:
+            sender = r.get_response_sender()
+
+            def answer():
+                sender.send(report(wait_for_test()), flags=1)
+
+            threading.Thread(target=answer).start()
+            self.got = value(along(r).exec())
+"""
+    write(tmp_path, "b", code, DECOUPLED)
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    async with served(tmp_path, execution) as models:
+        looked = judged()
+        call = models.start("a", id="b,a")
+        await looked
+        await _open(gate)
+        assert json.loads((await call.answer()).text) == "opened"
+        assert await ask(models, "a") == "end"
