@@ -11,6 +11,7 @@ import re
 import threading
 import weakref
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,9 +22,9 @@ from npuserve.backends.worker.call_watch import CallWatch
 from npuserve.backends.worker.connection import Connection
 from npuserve.backends.worker.environment import interpreter_of, worker_environment
 from npuserve.backends.worker.launcher import Launcher, model_spec, start_worker
-from npuserve.backends.worker.parent import WorkerInstance
+from npuserve.backends.worker.parent import WorkerInstance, answer_call
 from npuserve.backends.worker.process import ForkServer, Interpreter
-from npuserve.backends.worker.services import error_of
+from npuserve.backends.worker.services import ModelServices, error_of
 from npuserve.backends.worker.settings import WorkerSettings
 from npuserve.backends.worker.thread import (
     AsyncThreadInstance,
@@ -176,8 +177,17 @@ class PythonBackend(Backend):
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[tuple[int, Any]] = loop.create_future()
 
+        # It may do anything but call models, so it needs no place in the graph of calls.
+        alone = Instance(CallGraph(), context.name, context, takes=False)
+        services = ModelServices(context, alone, self._watch)
+
         def arrived(kind: int, payload: Any) -> None:
-            if kind in (wire.READY, wire.FAILED) and not answer.done():
+            if kind == wire.LOG:
+                services.log(*payload)
+            elif kind == wire.CALL:  # such as for metrics that the file makes when it is imported
+                call_id, method, args = payload
+                services.call(method, args, partial(answer_call, connection, call_id))
+            elif kind in (wire.READY, wire.FAILED) and not answer.done():
                 answer.set_result((kind, payload))
 
         def lost() -> None:
@@ -205,6 +215,7 @@ class PythonBackend(Backend):
                 output.close()
         finally:
             connection.close()
+            services.close()
         if kind == wire.FAILED:
             raise error_of(payload)
         config: str = payload["config"]

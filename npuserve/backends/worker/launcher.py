@@ -137,11 +137,11 @@ async def start_worker(
             raise
         finally:
             os.close(writing)
-    output = OutputReader(fork_server.loop, reading, _line_writer(log, name))
+    output = OutputReader(fork_server.loop, reading, line_writer(log, name))
     return process, output
 
 
-def _line_writer(log: logging.Logger, name: str) -> Callable[[str], None]:
+def line_writer(log: logging.Logger, name: str) -> Callable[[str], None]:
     """Writes printed lines to the log: `<name>:<number of the line>] "<text>"`."""
     numbers = itertools.count(1)
 

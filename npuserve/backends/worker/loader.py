@@ -13,6 +13,7 @@ import importlib.util
 import itertools
 import os
 import sys
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -45,18 +46,24 @@ class PrivateNamespace(importlib.abc.MetaPathFinder):
     """The modules beside one model.py, apart from those of every other model in the process.
 
     A package of a unique name stands for the directory. Code in it gets an `__import__` of its
-    own, which looks into the directory first, so two models may both `import utils`. What this
-    cannot separate: sys.path, os.environ, the working directory, stdout, the configuration of
-    logging, and modules imported by `importlib.import_module` with a plain name.
+    own, which looks into the directory first, so two models may both `import utils`, and a `print`
+    of its own. What this cannot separate: sys.path, os.environ, the working directory, what is
+    written to sys.stdout itself, the configuration of logging, and modules imported by
+    `importlib.import_module` with a plain name.
+
+    Args:
+        printer: `print` of the code in the directory.
     """
 
     _numbers = itertools.count(1)
 
-    def __init__(self, path: str, pb_utils: ModuleType) -> None:
+    def __init__(
+        self, path: str, pb_utils: ModuleType, printer: Callable[..., None] = print
+    ) -> None:
         self._directory, self._file = os.path.split(path)
         self._package = f"npuserve_model_{next(self._numbers)}"
         self._pb_utils = pb_utils
-        self._builtins = dict(vars(builtins), __import__=self._import)
+        self._builtins = dict(vars(builtins), __import__=self._import, print=printer)
 
     def load(self) -> ModuleType:
         """Import the model's file."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -48,6 +49,17 @@ class LocalPort:
         self._next_call = 0
         self.model_loop: asyncio.AbstractEventLoop | None = None
         self.waiting = Waiting()
+        self._server_thread = 0
+        self._go_on = threading.Event()
+        self._go_on.set()
+
+    def hold(self, held: bool) -> None:
+        """See `LoopInstance.hold`: who responds waits meanwhile, but for the server's thread."""
+        self._server_thread = threading.get_ident()
+        if held:
+            self._go_on.clear()
+        else:
+            self._go_on.set()
 
     def close(self) -> None:
         """End everything the model has going on in the server."""
@@ -60,6 +72,8 @@ class LocalPort:
         batch, request = key
         answer = None if response is None else self.response(response, names)
         if self.model_loop is not None:  # such batches are touched on the server's loop only
+            if self._server_thread != threading.get_ident():
+                self._go_on.wait()
             self.mailbox.post(batch.send, request, answer, final)
         else:
             batch.send(request, answer, final)
@@ -75,9 +89,8 @@ class LocalPort:
                     [self._tensor(t) for t in response._outputs if t._name in names]
                 )
             except Exception as failure:  # text that cannot be encoded
-                result = ServerResponse.from_error(
-                    InternalError(f"output of the model cannot be sent: {failure}")
-                )
+                error = InternalError(f"output of the model cannot be sent: {failure}")
+                return ServerResponse.from_error(error)
         if response._parameters is not None:
             result.parameters = json.loads(response._parameters)
         return result
@@ -162,14 +175,18 @@ class LocalPort:
         self.mailbox.post(self._services.call, method, args, _ignore)
 
     def log(self, level: str, text: str, file: str, line: int) -> None:
-        """See `Port.log`.
+        """See `Port.log`."""
+        self.write_line(self._services.log, level, text, file, line)
 
-        Written at once where that keeps the order: native code may crash or hang after it.
+    def write_line(self, write: Callable[..., None], *args: Any) -> None:
+        """Write to the log what a thread of the model says.
+
+        At once where that keeps the order: native code may crash or hang after it.
         """
         if self.mailbox.idle:
-            self._services.log(level, text, file, line)
+            write(*args)
         else:
-            self.mailbox.post(self._services.log, level, text, file, line)
+            self.mailbox.post(write, *args)
 
 
 def _ignore(_ok: bool, _value: Any) -> None:
@@ -178,12 +195,12 @@ def _ignore(_ok: bool, _value: Any) -> None:
 
 def _model_response(response: ServerResponse) -> InferenceResponse:
     """A BLS response as the model sees it."""
-    error = None
     if response.error is not None:
         error = (INDEX_OF_STATUS[response.error.code], str(response.error))
+        return InferenceResponse._from_wire([], None, error)
     tensors = [model_tensor(tensor, copy=True) for tensor in response.outputs]
     parameters = json.dumps(response.parameters) if response.parameters else None
-    return InferenceResponse._from_wire(tensors, parameters, error)
+    return InferenceResponse._from_wire(tensors, parameters, None)
 
 
 def model_tensor(tensor: Tensor, copy: bool) -> ModelTensor:

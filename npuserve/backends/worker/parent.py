@@ -383,12 +383,7 @@ class WorkerInstance(LoopInstance):
     def _on_call(self, payload: Any) -> None:
         call_id, method, args = payload
         assert self._connection is not None
-        self._services.call(method, args, partial(self._answer, self._connection, call_id))
-
-    @staticmethod
-    def _answer(connection: Connection, call_id: int, ok: bool, value: Any) -> None:
-        if call_id:
-            connection.send(wire.ANSWER, (call_id, ok, value))
+        self._services.call(method, args, partial(answer_call, self._connection, call_id))
 
     def _on_infer(self, payload: Any) -> None:
         call_id, name, version, (tensors, fields), decoupled = payload
@@ -552,6 +547,12 @@ _OTHER: dict[int, Any] = {
     wire.INFER_CANCEL: WorkerInstance._on_infer_cancel,
     wire.WAITS: WorkerInstance._on_waits,
 }
+
+
+def answer_call(connection: Connection, call_id: int, ok: bool, value: Any) -> None:
+    """Tell a worker what became of its `Port.call`; of a notification it need not know."""
+    if call_id:
+        connection.send(wire.ANSWER, (call_id, ok, value))
 
 
 def request_fields(request: InferenceRequest) -> Any:

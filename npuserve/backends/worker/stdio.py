@@ -1,18 +1,22 @@
-"""What a worker prints and logs: one pipe for both standard streams, and the server's log.
+"""What a model prints and logs: by a worker's one pipe for both streams, and to the server's log.
 
 Runs in every interpreter a worker may have: standard library only.
 """
 
 from __future__ import annotations
 
+import builtins
 import errno
 import io
 import logging
 import os
 import sys
+import threading
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from npuserve.backends.worker.port import Port
 
 
@@ -52,6 +56,39 @@ class _Output(io.FileIO):
             if error.errno != errno.EBADF:
                 raise
             return memoryview(data).nbytes
+
+
+class Printer:
+    """`print` for a model in the server's own process: lines for the log, as a worker's become.
+
+    Args:
+        write: gets each line without its end.
+    """
+
+    def __init__(self, write: Callable[[str], None]) -> None:
+        self._write = write
+        self._rest = ""
+        self._lock = threading.RLock()  # the garbage collector may have something to print
+
+    def __call__(self, *values: Any, sep: Any = " ", end: Any = "\n", file: Any = None,
+                 flush: Any = False) -> None:  # fmt: skip
+        """See the built-in function; other files than the standard streams are its business."""
+        if file is not None and file is not sys.stdout and file is not sys.stderr:
+            builtins.print(*values, sep=sep, end=end, file=file, flush=flush)
+            return
+        text = io.StringIO()
+        builtins.print(*values, sep=sep, end=end, file=text)
+        printed = text.getvalue().encode("utf-8", "backslashreplace").decode()
+        with self._lock:
+            *lines, self._rest = (self._rest + printed).split("\n")
+            for line in lines:
+                self._write(line)
+
+    def finish(self) -> None:
+        """Write an unfinished line."""
+        rest, self._rest = self._rest, ""
+        if rest:
+            self._write(rest)
 
 
 def take_output(fd: int) -> None:

@@ -13,6 +13,7 @@ import logging
 import os
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -21,11 +22,12 @@ from npuserve.backends.base import ExecutionBatch, LoopInstance, ModelInstance
 from npuserve.backends.worker import wire
 from npuserve.backends.worker.call_graph import Batch, Report
 from npuserve.backends.worker.host import ModelFailedError, ModelHost
-from npuserve.backends.worker.launcher import model_spec
+from npuserve.backends.worker.launcher import line_writer, model_spec
 from npuserve.backends.worker.loader import PrivateNamespace
 from npuserve.backends.worker.local_port import LocalPort, model_tensor
 from npuserve.backends.worker.parent import request_fields
 from npuserve.backends.worker.services import ModelServices
+from npuserve.backends.worker.stdio import Printer
 from npuserve.backends.worker.waiting import NOT_BEGUN, Executing, report
 from npuserve.errors import InternalError, NpuserveError, RequestCancelledError
 
@@ -70,11 +72,14 @@ class LocalModel:
         self.executing: dict[int, Executing] = {}
         self._thread_id = 0
         self._numbers = itertools.count(1)
+        self._print = Printer(
+            partial(self.port.write_line, line_writer(context.log, placement.name))
+        )
         self._namespace: PrivateNamespace | None = None
         self.host = ModelHost(model_spec(context, placement, file), self.port, self._import)
 
     def _import(self, path: str, pb_utils: ModuleType) -> ModuleType:
-        self._namespace = PrivateNamespace(path, pb_utils)
+        self._namespace = PrivateNamespace(path, pb_utils, self._print)
         return self._namespace.load()
 
     def initialize(self) -> None:
@@ -145,6 +150,7 @@ class LocalModel:
         finally:
             if self._namespace is not None:
                 self._namespace.unload()
+            self._print.finish()
             self.port.close()
             self.port.mailbox.post(self.node.leave)
 
@@ -156,10 +162,14 @@ class ThreadModelInstance(ModelInstance):
 
     def __init__(self, model: LocalModel) -> None:
         self._model = model
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     def initialize(self) -> None:
         """See `ModelInstance.initialize`."""
         self._model.port.mailbox = self.mailbox
+        # As in the main thread of a worker, where `asyncio.get_event_loop` has one to give.
+        self._loop = asyncio.new_event_loop()
+        asyncio.set_event_loop(self._loop)
         self._model.initialize()
         self.has_readiness = self._model.host.has_readiness
 
@@ -175,8 +185,9 @@ class ThreadModelInstance(ModelInstance):
         host = self._model.host
         self._model.executing[number] = Executing(requests)
         try:
-            if host.is_async:  # inherited, so that `overlaps` did not see it
-                outcomes = asyncio.run(host.execute_async(requests))
+            if host.is_async:  # inherited, so that the text of model.py did not show it
+                assert self._loop is not None
+                outcomes = self._loop.run_until_complete(host.execute_async(requests))
             else:
                 outcomes = host.execute(requests)
         except ModelFailedError as error:
@@ -194,7 +205,11 @@ class ThreadModelInstance(ModelInstance):
 
     def finalize(self) -> None:
         """See `ModelInstance.finalize`."""
-        self._model.finalize()
+        try:
+            self._model.finalize()
+        finally:
+            if self._loop is not None:
+                self._loop.close()
 
 
 class AsyncThreadInstance(LoopInstance):
@@ -226,6 +241,10 @@ class AsyncThreadInstance(LoopInstance):
         if self._model.node.places:
             self._model.node.places = self.max_inflight
         self.has_readiness = self._model.host.has_readiness
+
+    def hold(self, held: bool) -> None:
+        """See `LoopInstance.hold`."""
+        self._model.port.hold(held)
 
     async def is_ready(self) -> bool:
         """See `LoopInstance.is_ready`."""

@@ -44,12 +44,13 @@ parameters { key: "execution" value { string_value: "EXECUTION" } }
 """
 
 
+@pytest.mark.parametrize("kind", ["def", "async def"])
 @pytest.mark.parametrize("execution", ["process", "thread"])
-def test_a_slow_reader_slows_the_model_down(tmp_path: Path, execution: str) -> None:
+def test_a_slow_reader_slows_the_model_down(tmp_path: Path, execution: str, kind: str) -> None:
     """With a bounded response pool a model is not far ahead of the client that reads it."""
     version = tmp_path / "many" / "1"
     version.mkdir(parents=True)
-    (version / "model.py").write_text(MODEL)
+    (version / "model.py").write_text(MODEL.replace("def execute", f"{kind} execute"))
     (version.parent / "config.pbtxt").write_text(CONFIG.replace("EXECUTION", execution))
     request = pb.ModelInferRequest(model_name="many", raw_input_contents=[b"x"])
     request.inputs.add(name="IN", datatype="UINT8", shape=[1])
