@@ -215,6 +215,12 @@ PLAIN = (
             raised(bls, "m", inputs=[None]), raised(bls, "m", flags=-1),
             raised(pb_utils.MetricFamily, "a", "b", 1)])
 
+    def until_cancelled(self, r):
+        pb_utils.Logger.log_warn("begun")
+        while not r.is_cancelled():
+            time.sleep(0.001)
+        return failed("stopped", "CANCELLED")
+
     def own_loop(self, r):
         async def value():
             await asyncio.sleep(0)
@@ -363,6 +369,12 @@ class TritonPythonModel:
 
     async def sender_in_thread(self, r):
         await asyncio.to_thread(r.get_response_sender().send, number(4), FINAL)
+
+    async def until_cancelled(self, r):
+        pb_utils.Logger.log_warn("begun")
+        while not r.is_cancelled():
+            await asyncio.sleep(0.001)
+        return number()
 
     async def calls(self, r):
         answers = await asyncio.gather(*(bls("plain", i).async_exec() for i in ("echo", "error")))
@@ -780,6 +792,36 @@ HELPERS = {
     "broken.py": "import json\n\nraise RuntimeError('broken')\n",
 }
 
+# Models that share a library from outside their directories, see `LIBRARY`.
+SHARES = """
+from pathlib import Path
+sys.path.insert(0, str(Path(pb_utils.get_model_dir()).parents[2] / "library"))
+import shared_by_models
+
+class TritonPythonModel:
+    def execute(self, requests):
+        return [text(shared_by_models.facts(pb_utils.get_model_dir())) for _ in requests]
+"""
+LIBRARY = """
+import numpy as np
+import triton_python_backend_utils as pb_utils
+from triton_python_backend_utils import InferenceRequest, Logger, MetricFamily, get_model_dir
+
+families = {}
+
+def facts(name):
+    Logger.log_warn("from a library")
+    if name not in families:
+        family = MetricFamily("shared", "of a library", MetricFamily.GAUGE)
+        families[name] = family, family.Metric(labels={"model": name.split("/")[-2]})
+    families[name][1].increment(1)
+    x = pb_utils.Tensor("IN", np.ones(1, np.float32))
+    answer = InferenceRequest(model_name="plain", request_id="echo", inputs=[x],
+                              requested_output_names=["OUT"]).exec()
+    return [get_model_dir(), pb_utils.get_model_dir(), answer.output_tensors()[0].shape(),
+            [f[1].value() for f in families.values() if f is families[name]]]
+"""
+
 READY = """
 class TritonPythonModel:
     def is_ready(self):
@@ -860,6 +902,8 @@ MODELS: dict[str, tuple[str, str]] = {
     "pairs": (PAIRS, PAIRED),
     "no_execute": ("class TritonPythonModel:\n    pass\n", CONFIG),
     "helped": (HELPED, CONFIG),
+    "shares_a": (SHARES, CONFIG),
+    "shares_b": (SHARES, CONFIG),
     "loaded": (PLAIN, CONFIG),
     "unready": (READY.replace("ANSWER", "return False"), CONFIG),
     **{
@@ -881,7 +925,10 @@ MODELS: dict[str, tuple[str, str]] = {
 
 
 def write_models(root: Path) -> None:
-    """The repository of both servers."""
+    """The repository of both servers, and a library beside it."""
+    library = root.parent / "library"
+    library.mkdir()
+    (library / "shared_by_models.py").write_text(LIBRARY)
     for name, (code, config) in MODELS.items():
         version = root / name / "1"
         version.mkdir(parents=True)

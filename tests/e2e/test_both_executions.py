@@ -12,6 +12,8 @@ import http.client
 import json
 import logging
 import re
+import sys
+import threading
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -58,6 +60,7 @@ class Client:
 
     def __init__(self, server: RunningServer) -> None:
         self.server = server
+        self.begun = threading.Event()  # a model said so in the log
 
     def ask(self, ask: Ask) -> dict[str, Any]:
         """The answers over all the ways."""
@@ -138,6 +141,26 @@ class Client:
             answers.cancel()
             return first
 
+    def cancelled(self, ask: Ask) -> Any:
+        """ModelInfer by a client that cancels while the model executes."""
+        with grpc.insecure_channel(self.server.grpc_url) as channel:
+            call = channel.unary_unary(SERVICE + "ModelInfer").future(_message(ask))
+            self.begun.wait()
+            self.begun.clear()
+            call.cancel()
+        self.idle()
+
+    def hung_up(self, ask: Ask) -> Any:
+        """KServe infer by a client that closes the connection while the model executes."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.server.http_port)
+        x = {"name": "IN", "datatype": "FP32", "shape": [1], "data": [1]}
+        body = json.dumps({"id": ask.id, "inputs": [x]})
+        connection.request("POST", f"/v2/models/{ask.model}/infer", body)
+        self.begun.wait()
+        self.begun.clear()
+        connection.close()
+        self.idle()
+
     def idle(self) -> None:
         """Return once no model executes anything."""
 
@@ -210,11 +233,14 @@ class _Lines(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__()
+        self.begun = threading.Event()
         self.lines: list[tuple[str, str, str, str, int]] = []
 
     def emit(self, record: logging.LogRecord) -> None:
         """Only what the model says: places in the server differ."""
-        if record.filename in ("model.py", "prints_0_0"):
+        if record.getMessage() == "begun":
+            self.begun.set()
+        if record.filename in ("model.py", "shared_by_models.py", "prints_0_0"):
             self.lines.append((
                 record.name, record.levelname, record.getMessage(), record.filename, record.lineno
             ))  # fmt: skip
@@ -237,9 +263,10 @@ def model_log() -> Iterator[_Lines]:
 @pytest.fixture(scope="module")
 def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Both, dict[str, Any]]]:
     """The two servers, and what their models wrote while they were loaded."""
-    root = tmp_path_factory.mktemp("models")
+    root = tmp_path_factory.mktemp("models") / "models"
     write_models(root)
     servers, logs = {}, {}
+    path = list(sys.path)
     with ExitStack() as stack:
         for execution in ("process", "thread"):
             with model_log() as log:
@@ -255,6 +282,8 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Both, dict[
                 )
             logs[execution] = sorted(log.lines)
         yield Both(**servers), logs
+    sys.path[:] = path  # changed by models that are executed in threads
+    sys.modules.pop("shared_by_models", None)
 
 
 def cases() -> Iterator[Any]:
@@ -265,6 +294,8 @@ def cases() -> Iterator[Any]:
             if name not in ("codes", "until_cancelled"):
                 yield Ask(model, name)
     yield Ask("stream", "until_cancelled", ways=["left"])
+    for model in ("plain", "async"):
+        yield Ask(model, "until_cancelled", ways=["cancelled", "hung_up"])
     for code in ("UNKNOWN", "INTERNAL", "NOT_FOUND", "INVALID_ARG", "UNAVAILABLE", "UNSUPPORTED",
                  "ALREADY_EXISTS", "CANCELLED"):  # fmt: skip
         yield Ask("plain", "codes", parameters={"code": code})
@@ -283,6 +314,8 @@ def cases() -> Iterator[Any]:
     yield Ask("inherited_async")
     yield Ask("logs")
     yield Ask("prints")
+    for model in ("shares_a", "shares_b", "shares_a"):
+        yield Ask(model)
     yield Ask("loops", "default_loop")
     yield Ask("batches", inputs={"IN": np.ones((3, 2), np.float32)})
     for mode in re.findall(r'mode == "(\w+)"', PAIRS):
@@ -303,6 +336,8 @@ def cases() -> Iterator[Any]:
             values = np.arange(4).astype(Tensor("IN", datatype, [0], b"").as_numpy().dtype)
         for how in ("numpy", "dlpack", "same", "device"):
             yield Ask(f"type_{name.lower()}", how, {"IN": values})
+    yield Ask("type_int64", "numpy", {"IN": np.arange(50_000)})
+    yield Ask("type_string", "numpy", {"IN": np.array([b"x" * 50_000], object)})
 
 
 @pytest.mark.parametrize("ask", list(cases()), ids=lambda ask: f"{ask.model}-{ask.id}")
@@ -313,6 +348,7 @@ def test_answers(both: tuple[Both, dict[str, Any]], ask: Ask) -> None:
         client = Client(getattr(both[0], execution))
         before = client.counts()
         with model_log() as log:
+            client.begun = log.begun
             answers = client.ask(ask)
             client.idle()
         client.settled()

@@ -14,9 +14,11 @@ import itertools
 import os
 import sys
 from collections.abc import Callable
-from types import ModuleType
-from typing import Any
+from types import FrameType, ModuleType
+from typing import Any, ClassVar, cast
 
+from npuserve.backends.worker import pb_utils as helpers
+from npuserve.backends.worker.pb_tensor import TritonModelException
 from npuserve.backends.worker.pb_utils import ALIASES
 
 
@@ -56,6 +58,7 @@ class PrivateNamespace(importlib.abc.MetaPathFinder):
     """
 
     _numbers = itertools.count(1)
+    _living: ClassVar[dict[int, PrivateNamespace]] = {}  # by id of their builtins
 
     def __init__(
         self, path: str, pb_utils: ModuleType, printer: Callable[..., None] = print
@@ -67,18 +70,36 @@ class PrivateNamespace(importlib.abc.MetaPathFinder):
 
     def load(self) -> ModuleType:
         """Import the model's file."""
-        for name in ALIASES:  # for libraries outside the directory that import it
-            sys.modules.setdefault(name, self._pb_utils)
+        self._living[id(self._builtins)] = self
+        for name in ALIASES:
+            sys.modules.setdefault(name, _FOR_LIBRARIES)
         sys.meta_path.insert(0, self)
         return _load_package_member(self._package, self._directory, self._file)
 
     def unload(self) -> None:
         """Forget the modules."""
+        self._living.pop(id(self._builtins), None)
         if self in sys.meta_path:
             sys.meta_path.remove(self)
         prefix = self._package + "."
         for name in [n for n in sys.modules if n == self._package or n.startswith(prefix)]:
             del sys.modules[name]
+
+    @classmethod
+    def pb_utils_of_caller(cls) -> ModuleType:
+        """That of the model whose code is running.
+
+        A thread that a library began by itself could be of any model that there is.
+        """
+        frame: FrameType | None = sys._getframe()
+        while frame is not None:
+            namespace = cls._living.get(id(frame.f_builtins))
+            if namespace is not None:
+                return namespace._pb_utils
+            frame = frame.f_back
+        for namespace in tuple(cls._living.values()):
+            return namespace._pb_utils
+        raise TritonModelException("there is no model to do this for")
 
     def find_spec(
         self, fullname: str, path: Any = None, target: ModuleType | None = None
@@ -107,6 +128,26 @@ class PrivateNamespace(importlib.abc.MetaPathFinder):
                     return sys.modules[private]
                 return builtins.__import__(module.__name__, globals, locals, fromlist, 0)
         return builtins.__import__(name, globals, locals, fromlist, level)
+
+
+class _OfCaller:
+    """The port or the host of the model whose code is running.
+
+    Either is found anew at each access, as an attribute of a class or by its own attributes.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: object, owner: object) -> Any:
+        return getattr(PrivateNamespace.pb_utils_of_caller().InferenceRequest, self._name)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__get__(None, None), name)
+
+
+# What libraries outside the directories of models import; they are shared by models.
+_FOR_LIBRARIES = helpers.bind(cast("Any", _OfCaller("_host")), cast("Any", _OfCaller("_port")))
 
 
 class _PrivateLoader(importlib.machinery.SourceFileLoader):

@@ -45,6 +45,7 @@ class MetricFamily:
 
     def __init__(self, name: str, description: str, kind: MetricKind) -> None:
         self._id = 0  # before anything can fail: __del__ looks at it
+        self._port = self._port  # now: that of the class may be another one later (loader.py)
         if not isinstance(kind, MetricKind):
             raise TypeError("kind must be MetricFamily.COUNTER, GAUGE or HISTOGRAM")
         self._kind = kind
