@@ -755,6 +755,9 @@ class TritonPythonModel:
         if requests[0].request_id() == "lazy":
             import late
             return [text(late.VALUE)]
+        if requests[0].request_id() == "by_name":
+            import importlib
+            return [text(importlib.import_module("late").VALUE)]
         if requests[0].request_id() == "fails":
             import broken
         if requests[0].request_id() == "missing":

@@ -326,7 +326,7 @@ def cases() -> Iterator[Any]:
             yield Ask("sequences", inputs={"IN": np.ones((1, 2), np.float32)}, outputs=["TEXT"],
                       parameters={"sequence_id": 5 + number, **flags})  # fmt: skip
     yield Ask("iterates", inputs={"IN": np.ones((1, 1), np.float32)})
-    for name in ("", "lazy", "fails", "missing", "raises", "pickle"):
+    for name in ("", "lazy", "by_name", "fails", "missing", "raises", "pickle"):
         yield Ask("helped", name)
     for name, datatype in DATATYPES.items():
         values: Any = Tensor("IN", "BF16", [4], bytes(range(8)))

@@ -48,10 +48,10 @@ class PrivateNamespace(importlib.abc.MetaPathFinder):
     """The modules beside one model.py, apart from those of every other model in the process.
 
     A package of a unique name stands for the directory. Code in it gets an `__import__` of its
-    own, which looks into the directory first, so two models may both `import utils`, and a `print`
-    of its own. What this cannot separate: sys.path, os.environ, the working directory, what is
-    written to sys.stdout itself, the configuration of logging, and modules imported by
-    `importlib.import_module` with a plain name.
+    own, which looks into the directory first, so two models may both `import utils`, the same of
+    `importlib.import_module`, and a `print` of its own. What this cannot separate: sys.path,
+    os.environ, the working directory, what is written to sys.stdout itself, and the configuration
+    of logging.
 
     Args:
         printer: `print` of the code in the directory.
@@ -119,15 +119,33 @@ class PrivateNamespace(importlib.abc.MetaPathFinder):
             top = name.partition(".")[0]
             if top in ALIASES:
                 return self._pb_utils
-            private = f"{self._package}.{top}"
-            if private in sys.modules or importlib.machinery.PathFinder.find_spec(
-                private, [self._directory]
-            ):
+            if self._has(top):
                 module = importlib.import_module(f"{self._package}.{name}")
                 if not fromlist:
-                    return sys.modules[private]
+                    return sys.modules[f"{self._package}.{top}"]
                 return builtins.__import__(module.__name__, globals, locals, fromlist, 0)
-        return builtins.__import__(name, globals, locals, fromlist, level)
+        module = builtins.__import__(name, globals, locals, fromlist, level)
+        if module is not importlib:
+            return module
+        copy = ModuleType(importlib.__name__, importlib.__doc__)
+        vars(copy).update(vars(importlib), import_module=self._import_module)
+        return copy
+
+    def _import_module(self, name: str, package: str | None = None) -> ModuleType:
+        """See `importlib.import_module`."""
+        top = name.partition(".")[0]
+        if top in ALIASES:
+            return self._pb_utils
+        if top and self._has(top):
+            return importlib.import_module(f"{self._package}.{name}")
+        return importlib.import_module(name, package)
+
+    def _has(self, top: str) -> bool:
+        """Whether a top-level module is one of the directory."""
+        private = f"{self._package}.{top}"
+        if private in sys.modules:
+            return True
+        return importlib.machinery.PathFinder.find_spec(private, [self._directory]) is not None
 
 
 class _OfCaller:

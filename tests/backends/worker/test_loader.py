@@ -29,6 +29,11 @@ def _write(directory: Path, files: dict[str, str]) -> Path:
         "from package import inner; VALUE = inner.VALUE",
         "from package.inner import VALUE as VALUE",
         "import package.inner as short; VALUE = short.VALUE",
+        "import importlib; VALUE = importlib.import_module('helper').VALUE",
+        "import importlib.util as u, importlib; VALUE = importlib.import_module('helper').VALUE",
+        "from importlib import import_module as i; VALUE = i('package.inner').VALUE",
+        "from importlib import import_module as i; VALUE = i('.helper', __package__).VALUE",
+        "from importlib import import_module as i; VALUE = i('math') and i('helper').VALUE",
     ],
 )
 def test_import_forms(tmp_path: Path, statement: str) -> None:
