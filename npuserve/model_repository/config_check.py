@@ -77,16 +77,16 @@ def _problems(config: ModelConfig, model_dir: str, completed: bool) -> Iterator[
 
 
 def _check_names(config: ModelConfig) -> Iterator[Problem]:
-    """No two tensors of one name.
+    """No two tensors of one name; an output written twice in the same words does no harm.
 
-    # Differs from Triton: it serves such a model, and one of the two is lost.
+    # Differs from Triton: it loads all such models. Of two outputs that differ one is lost, and
+    # two inputs can never be sent.
     """
-    for field, tensors in (("input", config.input), ("output", config.output)):
-        names = [tensor.name for tensor in tensors]
-        for index, name in enumerate(names):
-            if name and name in names[:index]:
-                text = f"{field} '{name}' is specified more than once for {config.name}"
-                yield Problem(f"{field}[{index}]", text)
+    repeated = [*_repeated("input", config.input), *_repeated("output", config.output)]
+    for field, tensor, first in repeated:
+        if isinstance(tensor, pb.ModelInput) or tensor != first:
+            text = f"{field.partition('[')[0]} '{tensor.name}' is specified more than once"
+            yield Problem(field, f"{text} for {config.name}")
     inputs = {tensor.name for tensor in config.input}
     for index, control in enumerate(config.sequence_batching.control_input):
         if control.name in inputs:
@@ -101,6 +101,15 @@ def _check_names(config: ModelConfig) -> Iterator[Problem]:
                 f"sequence_batching.state[{index}].input_name",
                 f"state input '{state.input_name}' is an input already for {config.name}",
             )
+
+
+def _repeated(what: str, tensors: Sequence[_Tensor]) -> Iterator[tuple[str, _Tensor, _Tensor]]:
+    """(field, tensor, the first of its name) of tensors whose name was there before."""
+    seen: dict[str, _Tensor] = {}
+    for index, tensor in enumerate(tensors):
+        first = seen.setdefault(tensor.name, tensor)
+        if tensor.name and first is not tensor:
+            yield f"{what}[{index}]", tensor, first
 
 
 def _check_backend(config: ModelConfig) -> Iterator[str]:

@@ -23,6 +23,7 @@ _Descriptor = Any  # protobuf has two classes of descriptors and types neither
 
 # Comments, then strings, then the word itself: only the last may be replaced.
 _KIND_NPU = re.compile(r"""#[^\n]*|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*'|\bKIND_NPU\b""")
+_COMMENT_OR_STRING = re.compile(rb"""#[^\n]*|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*'""")
 
 _POSITION = re.compile(r"^(\d+):(\d+) : ?", re.ASCII)
 _UNKNOWN_FIELD = re.compile(r'Message type "([\w.]+)" has no field named "([^"]*)"')
@@ -41,6 +42,25 @@ _DATATYPE_SLIPS = {
     "TYPE_INT": "TYPE_INT32",
     "TYPE_LONG": "TYPE_INT64",
 }
+
+
+def decode_config(content: bytes) -> str:
+    """The text of a config.pbtxt: UTF-8, with comments in any encoding, such as GBK.
+
+    # Differs from Triton: there a value may be no UTF-8 either, and no client can read it.
+
+    Raises:
+        UnicodeDecodeError: other bytes that are no UTF-8.
+    """
+    try:
+        return content.decode()
+    except UnicodeDecodeError:
+        return _COMMENT_OR_STRING.sub(_readable_comment, content).decode()
+
+
+def _readable_comment(match: re.Match[bytes]) -> bytes:
+    is_comment = match[0].startswith(b"#")
+    return match[0].decode(errors="replace").encode() if is_comment else match[0]
 
 
 def parse_config(text: str, source: str) -> ModelConfig:

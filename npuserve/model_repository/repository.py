@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from npuserve.errors import InvalidArgumentError
 from npuserve.model_config import ModelConfig, config_from_json
 from npuserve.model_repository import config_check, defaults, layout
-from npuserve.model_repository.pbtxt import parse_config
+from npuserve.model_repository.pbtxt import decode_config, parse_config
 from npuserve.model_repository.problems import FieldLines
 from npuserve.model_repository.version_policy import choose_versions
 
@@ -127,7 +127,7 @@ def _read_config(directory: ModelDirectory, options: ServerOptions) -> LoadedCon
             )
         return LoadedConfig(ModelConfig(), _nowhere)
     try:
-        text = path.read_text(encoding="utf-8")
+        text = decode_config(path.read_bytes())
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidArgumentError(f"failed to read text proto from {path}: {error}") from error
 

@@ -64,4 +64,5 @@ def _spell_float(value: Any) -> str:
 
 def _entry(value: str, index: int, labels: Sequence[str]) -> bytes:
     label = labels[index] if index < len(labels) else ""
-    return (f"{value}:{index}:{label}" if label else f"{value}:{index}").encode()
+    text = f"{value}:{index}:{label}" if label else f"{value}:{index}"
+    return text.encode(errors="surrogateescape")  # a label file of any encoding, as it is

@@ -156,8 +156,9 @@ class EnsembleGraph:
             tensor: step for step in self._steps.values() for tensor in step.outputs.values()
         }
         self.decoupled = any(step.decoupled for step in self._steps.values())
+        outputs = {entry.name: entry for entry in config.output}  # one may be written twice
         self._outputs = tuple(
-            self._build_output(entry, config.max_batch_size > 0) for entry in config.output
+            self._build_output(entry, config.max_batch_size > 0) for entry in outputs.values()
         )
         self._plans: dict[tuple[str, ...], Plan] = {}
 

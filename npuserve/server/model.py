@@ -196,7 +196,7 @@ class Model:
             self._check_drained()
 
     def labels(self, output: str) -> list[str]:
-        """Lines of the output's label file, [] without one."""
+        """Lines of the output's label file, [] without one; what is no UTF-8 as surrogates."""
         own = self._labels.get(output)
         if own is None and self.config.HasField("ensemble_scheduling"):
             ensemble = cast("EnsembleScheduler", self.scheduler)
@@ -249,7 +249,8 @@ class Model:
         for output in self.config.output:
             if output.label_filename:
                 path = Path(self.context.model_dir, output.label_filename)
-                labels[output.name] = path.read_text(encoding="utf-8").splitlines()
+                text = path.read_text(encoding="utf-8", errors="surrogateescape")
+                labels[output.name] = text.splitlines()
         return labels
 
 

@@ -37,6 +37,7 @@ def accept(text: str, completed: bool = True) -> None:
         PLAIN + "dynamic_batching { priority_levels: 2 default_priority_level: 2 }",
         PLAIN + "instance_group { kind: KIND_GPU gpus: [ 0 ] }",
         "name: 'm' backend: 'python' dynamic_batching {}",
+        PLAIN + "output { name: 'O' data_type: TYPE_FP32 dims: 1 }" * 2,
     ],
 )
 def test_sound_configurations_pass(text: str) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from npuserve.errors import InvalidArgumentError
 from npuserve.model_config import ModelConfig, config_from_json
-from npuserve.model_repository.pbtxt import parse_config
+from npuserve.model_repository.pbtxt import decode_config, parse_config
 from tests.model_repository.strategies import configs
 
 SOURCE = "repo/m/config.pbtxt"
@@ -53,6 +53,19 @@ def refused(text: str) -> str:
 def test_every_spelling_is_read(text: str, json: str) -> None:
     """Configurations people post mix all of these."""
     assert parse_config(text, SOURCE) == config_from_json(json)
+
+
+def test_comments_may_be_in_any_encoding() -> None:
+    """An editor on a Chinese Windows saves GBK, and Triton never looks at comments."""
+    text = "# \u68c0\u6d4b\u6a21\u578b \"\nname: 'a#b' # \u540d\u79f0 '\n"
+    assert parse_config(decode_config(text.encode("gbk")), SOURCE).name == "a#b"
+    assert decode_config(text.encode()) == text
+
+
+def test_a_value_that_is_no_utf_8_is_refused() -> None:
+    """It could be sent to no client."""
+    with pytest.raises(UnicodeDecodeError):
+        decode_config("# \u6a21\nname: '\u68c0'".encode("gbk"))
 
 
 def test_kind_npu_is_kind_gpu_outside_of_strings_and_comments() -> None:

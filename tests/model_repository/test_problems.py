@@ -90,7 +90,7 @@ output { name: "Y" data_type: TYPE_FP32 dims: 1 }
             "input 'X' is specified more than once",
         ),
         (
-            'output { name: "Y" data_type: TYPE_FP32 dims: 2 }',
+            'output { name: "Y" data_type: TYPE_FP32 dims: 9 }',
             5,
             "output[1]",
             "output 'Y' is specified more than once",

@@ -24,6 +24,14 @@ def test_best_first_with_value_index_and_label() -> None:
     assert list(result.shape) == [1, 3]
 
 
+def test_labels_of_any_encoding_come_as_they_are() -> None:
+    """A label file need not be UTF-8."""
+    gbk = "\u732b".encode("gbk")
+    tensor = Tensor.from_numpy("y", np.array([7], np.int32))
+    result = classify(tensor, 1, [gbk.decode(errors="surrogateescape")], batched=False)
+    assert deserialize_bytes(result.data) == [b"7:0:" + gbk]
+
+
 def test_every_batch_element_has_its_own_classes() -> None:
     """Rows are ranked apart."""
     tensor = Tensor.from_numpy("y", np.array([[1, 2], [4, 3]], np.int32))

@@ -169,6 +169,7 @@ def _offer_to_oom_killer() -> None:
 
 def _main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
+    sys.argv = [""]  # as in Triton: a model that parses arguments finds none
     importlib.import_module("npuserve.backends.worker.child")
     gc.collect()
     gc.freeze()  # the workers' collectors leave these pages alone, so they stay shared

@@ -254,10 +254,7 @@ class ModelHost:
         return self._execute
 
     def _failure(self, text: str) -> str:
-        return (
-            f"Failed to process the request(s) for model instance '{self.instance_name}', "
-            f"message: {text}"
-        )
+        return f"Failed to process the request(s) for model '{self.instance_name}', message: {text}"
 
     def abandon(self, requests: list[InferenceRequest]) -> None:
         """The batch ends with an error for all: senders must not answer any more."""
@@ -295,8 +292,8 @@ class ModelHost:
         )
         if returned is not None and not (rescheduled and isinstance(returned, list)):
             raise ModelFailedError(
-                f"Python model '{self.name}' is using the decoupled mode and the execute function "
-                "must return None."
+                f"Python model '{self.instance_name}' is using the decoupled mode and the execute "
+                "function must return None."
             )
         if not rescheduled:
             return ()

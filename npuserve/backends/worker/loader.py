@@ -27,6 +27,9 @@ def import_plainly(path: str, pb_utils: ModuleType) -> ModuleType:
 
     As in Triton, the module's directory and the one above are on sys.path, and the directory is
     the module's package (such as `1.model`), so relative imports work.
+
+    # Differs from Triton: there they come last, and a package that happens to be installed hides
+    # a module of the model.
     """
     for name in ALIASES:
         sys.modules[name] = pb_utils

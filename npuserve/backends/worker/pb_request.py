@@ -113,9 +113,10 @@ class InferenceRequest:
                 raise TritonModelException(f"Input tensor {where} should not be empty.")
             if not isinstance(tensor, Tensor):
                 raise TypeError(f"inputs must hold Tensor objects, got {type(tensor).__name__}")
-        for name in requested_output_names:
-            if name is None:
-                raise TritonModelException(f"Requested output name {where} should not be empty.")
+        if correlation_id is None:
+            raise TypeError(
+                "__init__(): incompatible constructor arguments: correlation_id must not be None"
+            )
         if not isinstance(correlation_id, (int, str)):
             raise TritonModelException("Correlation ID must be integer or string")
         for value, kind in ((preferred_memory, PreferredMemory), (trace, InferenceTrace)):

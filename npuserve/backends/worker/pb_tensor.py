@@ -20,6 +20,8 @@ Array = np.ndarray[Any, np.dtype[Any]]
 class TritonModelException(Exception):  # noqa: N818 - the name models catch
     """What the helpers raise, and what a model may raise to fail a batch."""
 
+    __module__ = "c_python_backend_utils"  # tracebacks in error texts show it
+
 
 # NumPy's dtype by wire datatype code. BF16 (14) has none of its own: its bits are uint16.
 NUMPY_BY_CODE: tuple[np.dtype[Any], ...] = (
@@ -128,13 +130,13 @@ class Tensor:
     def __init__(self, name: str, numpy_array: Array) -> None:
         if type(name) is not str:
             name = text(name, "name")
-        if name == "":
-            raise TritonModelException("Tensor name cannot be an empty string.")
         if not isinstance(numpy_array, np.ndarray):
             raise TypeError(
                 "__init__(): incompatible constructor arguments: Tensor(name: str, "
                 f"numpy_array: numpy.ndarray), got {type(numpy_array).__name__}"
             )
+        if name == "":
+            raise TritonModelException("Tensor name cannot be an empty string.")
         code = _CODE_BY_NUMPY.get(numpy_array.dtype)
         if code is None:
             code, numpy_array = _adapted(numpy_array)

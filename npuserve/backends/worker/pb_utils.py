@@ -7,6 +7,7 @@ one per instance, and isinstance checks hold across them.
 
 from __future__ import annotations
 
+import enum
 import json
 import struct
 import sys
@@ -75,16 +76,29 @@ def using_decoupled_model_transaction_policy(model_config: dict[str, Any]) -> bo
 class Logger:
     """Writes to the server's log. One instance per bound module; used without constructing."""
 
-    INFO = "INFO"
-    WARNING = "WARNING"
-    ERROR = "ERROR"
-    VERBOSE = "VERBOSE"
+    class LogLevel(enum.Enum):
+        """Levels of `Logger.log`."""
+
+        INFO = "INFO"
+        WARNING = "WARNING"
+        ERROR = "ERROR"
+        VERBOSE = "VERBOSE"
+
+    INFO = LogLevel.INFO
+    WARNING = LogLevel.WARNING
+    ERROR = LogLevel.ERROR
+    VERBOSE = LogLevel.VERBOSE
 
     _port: Port
 
     @classmethod
-    def log(cls, message: str, level: str = INFO) -> None:
+    def log(cls, message: str, level: LogLevel = INFO) -> None:
         """Log at a level of this class."""
+        if not isinstance(level, cls.LogLevel):
+            raise TypeError(
+                "log(): incompatible function arguments: level must be a Logger.LogLevel, "
+                f"got {type(level).__name__}"
+            )
         cls._write(level, message)
 
     @classmethod
@@ -108,9 +122,10 @@ class Logger:
         cls._write(cls.VERBOSE, message)
 
     @classmethod
-    def _write(cls, level: str, message: str) -> None:
+    def _write(cls, level: LogLevel, message: str) -> None:
         caller = sys._getframe(2)
-        cls._port.log(level, str(message), caller.f_code.co_filename, caller.f_lineno)
+        text = wire.text(message, "message")
+        cls._port.log(level.value, text, caller.f_code.co_filename, caller.f_lineno)
 
 
 _SHARED: dict[str, Any] = {

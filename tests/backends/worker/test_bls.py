@@ -190,7 +190,7 @@ async def test_calls(repository: Path, execution: str) -> None:
         ):  # fmt: skip
             assert await _ask(models, caller, what) == expected, what
         failed = await _ask(models, "sync", "failing:double")
-        assert str(failed).startswith("Failed to process the request(s) for model instance")
+        assert str(failed).startswith("Failed to process the request(s) for model")
         strange = await _ask(models, "sync", "unexpected:double")
         assert strange == (
             "Model double - Error when running inference: unexpected inference output 'NO' for "

@@ -132,7 +132,7 @@ async def _error(models: Models, mode: str) -> str:
     [
         (
             "raises",
-            "Failed to process the request(s) for model instance 'm_0_0', message: ValueError: xx"
+            "Failed to process the request(s) for model 'm_0_0', message: ValueError: xx"
             "\n\nAt:\n",
         ),
         ("leaves", "message: SystemExit: 3"),

@@ -203,6 +203,23 @@ async def test_failed_load_says_why(tmp_path: Path, code: str, config: str, reas
     assert (entry.state, reason in entry.reason) == ("UNAVAILABLE", True), entry.reason
 
 
+async def test_a_model_that_parses_arguments_finds_none(tmp_path: Path) -> None:
+    """As in Triton: scripts turned into models keep their argparse."""
+    code = """
+    import argparse
+
+    OPTIONS = argparse.ArgumentParser(prog="script")
+    OPTIONS.add_argument("--size", type=int, default=7)
+
+    class TritonPythonModel:
+        def execute(self, requests):
+            size = OPTIONS.parse_args().size
+            return [response(np.array([size], np.float32)) for _ in requests]
+    """
+    async with served_model(tmp_path, code) as models:
+        assert (await models.infer()).value == [7.0]
+
+
 async def test_helpers_of_equal_names(tmp_path: Path) -> None:
     """Two models with a utils.py and a package of the same name each see their own."""
     code = """
@@ -243,7 +260,13 @@ async def test_prints_and_logging_reach_the_log_in_order(
             sys.stderr.write("two\\n")
             os.write(1, b"three\\n")
             logging.getLogger("user").warning("four")
-            pb_utils.Logger.log_error("five")
+            for refused in (("never", "ERROR"), (None,)):
+                try:
+                    pb_utils.Logger.log(*refused)
+                except TypeError:
+                    continue
+                print("taken", refused)
+            pb_utils.Logger.log("five", pb_utils.Logger.LogLevel.ERROR)
             return [response(np.ones(1, np.float32)) for _ in requests]
 
         def finalize(self):

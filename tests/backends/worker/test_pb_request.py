@@ -50,6 +50,8 @@ def _make(**fields: Any) -> InferenceRequest:
         {"priority": -1},
         {"preferred_memory": 5},
         {"trace": 5},
+        {"requested_output_names": [None]},
+        {"correlation_id": None},
     ],
     ids=str,
 )
@@ -63,7 +65,6 @@ def test_refuses_other_types_and_values_out_of_range(fields: dict[str, Any]) -> 
     ("fields", "text"),
     [
         ({"inputs": [None]}, "Input tensor for request with id '' and model name 'm'"),
-        ({"requested_output_names": [None]}, "Requested output name for request with id ''"),
         ({"correlation_id": 1.5}, "Correlation ID must be integer or string"),
         ({"parameters": [1]}, "Expect dict"),
         ({"parameters": {1: 2}}, "Expect parameters keys to have type str"),

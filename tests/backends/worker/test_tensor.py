@@ -144,6 +144,8 @@ def test_constructor_makes_arrays_plain() -> None:
     with pytest.raises(TypeError):
         Tensor("A", [1])  # type: ignore[arg-type]
     with pytest.raises(TypeError):
+        Tensor("", None)  # type: ignore[arg-type]
+    with pytest.raises(TypeError):
         Tensor(5, np.zeros(1))  # type: ignore[arg-type]
     assert type(Tensor(np.str_("A"), np.zeros(1)).name()) is str
 

@@ -44,6 +44,15 @@ def test_a_step_starts_as_soon_as_its_tensors_are_there() -> None:
     assert answers.outputs == [{"MID": 2, "END": 3, "SIDE": 4}]
 
 
+def test_an_output_written_twice_is_answered_once() -> None:
+    """Configurations made by scripts repeat entries."""
+    text = io("input", "A") + io("output", "B B") + steps(step("one", "X=A", "Y=B"))
+    ensemble = Ensemble(text, member_config("one", "X", "Y"))
+    ensemble.members.at_once["one"] = lambda given: {"Y": given["X"] + 1}
+    _, answers = ensemble.infer({"A": 1})
+    assert [[tensor.name for tensor in each.outputs] for each in answers.responses] == [["B"]]
+
+
 @pytest.mark.parametrize(
     ("outputs", "models"),
     [(("MID",), ["one"]), (("SIDE",), ["three"]), (("END", "SIDE"), ["one", "three", "two"])],
