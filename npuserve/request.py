@@ -27,7 +27,14 @@ ResponseCallback = Callable[[InferenceResponse | None, bool], None]
 
 
 class ModelCall(Protocol):
-    """The call of a model (BLS) that a request belongs to; told by whoever has the request."""
+    """The call of a model (BLS) that a request belongs to; told by whoever has the request.
+
+    Attributes:
+        only: gives the node of the only instance that will do, None if any of the model's does;
+            see `backends.base`.
+    """
+
+    only: Callable[[], Any]
 
     def taken(self, batch: Any) -> None:
         """An instance executes the request in this batch, as the models' backend knows it."""

@@ -124,6 +124,8 @@ class BackendModelContext:
         backend_options: `--backend-config=<backend>,<key>=<value>` entries, the global ones
             (empty backend name) below them.
         services: the server; None when a backend is driven alone in a test.
+        limits: gives, with a rate limiter, the `node` of each instance that is given requests, and
+            those of the instances that hold what it needs but has not, while it stands idle.
     """
 
     name: str
@@ -134,6 +136,7 @@ class BackendModelContext:
     placements: Sequence[Placement]
     backend_options: Mapping[str, str] = field(default_factory=dict)
     services: ServerServices | None = None
+    limits: Callable[[], Sequence[tuple[Any, Sequence[Any]]]] = tuple
 
     @property
     def parameters(self) -> dict[str, str]:
@@ -218,6 +221,9 @@ class ModelInstance:
     # Set by the server before `initialize`.
     mailbox: Mailbox
 
+    # What its backend knows it by in calls between models, see `request.ModelCall`.
+    node: Any = None
+
     # Whether `is_ready` has something to say.
     has_readiness: bool = False
 
@@ -286,6 +292,9 @@ class LoopInstance:
 
     # Set by the server before `initialize`.
     mailbox: Mailbox
+
+    # What its backend knows it by in calls between models, see `request.ModelCall`.
+    node: Any = None
 
     max_inflight: int = 1
 

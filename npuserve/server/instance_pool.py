@@ -143,6 +143,19 @@ class InstancePool:
         instance = self.instances[0]
         return instance if instance.takes_next else None
 
+    def limits(self) -> list[tuple[Any, list[Any]]]:
+        """See `BackendModelContext.limits`."""
+        if self.rate_limiter is None:
+            return []
+        return [
+            (
+                instance.backend_instance.node,
+                [each.backend_instance.node for each in self.rate_limiter.holders(instance)],
+            )
+            for instance in self.instances
+            if not instance.placement.passive
+        ]
+
     def released(self, instance: Instance) -> None:
         """An instance ended a batch."""
         if self.rate_limiter is not None:

@@ -67,6 +67,7 @@ class Model:
             name: (spec.datatype, spec.dims) for name, spec in self.validator.inputs.items()
         }
         self.pool = InstancePool(self.name, self.version, loop, self.statistics, self.decoupled)
+        context.limits = self.pool.limits
         self.pool.output_names = frozenset(self.validator.outputs) | {
             state.output_name for state in self.config.sequence_batching.state
         }

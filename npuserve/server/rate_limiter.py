@@ -126,13 +126,29 @@ class RateLimiter:
             self._lent[key] -= count
         self._wake_soon(instance.pool)
 
+    def holders(self, instance: Instance) -> list[Instance]:
+        """Those who hold what the instance lacks; nobody if that is not why it stands idle."""
+        lacking: set[_Key] = set()
+        if not instance.inflight:
+            lacking = self._short_of(self._pools[instance.pool].shares[instance.index])
+        return [
+            other
+            for pool in self._pools
+            for other in pool.instances
+            if other.resources is not None and lacking & other.resources.needs.keys()
+        ]
+
     # ---------------------------------------------------------------- resources
 
     def _available(self, share: _Share) -> bool:
-        return all(
-            self._lent.get(key, 0) + count <= self._amount[key]
+        return not self._short_of(share)
+
+    def _short_of(self, share: _Share) -> set[_Key]:
+        return {
+            key
             for key, count in share.needs.items()
-        )
+            if self._lent.get(key, 0) + count > self._amount[key]
+        }
 
     def _lend(self, share: _Share) -> None:
         share.executions += 1

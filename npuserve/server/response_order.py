@@ -36,7 +36,13 @@ class ResponseOrder:
         return len(self._line)
 
     def add(self, request: InferenceRequest) -> None:
-        """Put the request in line: from now on its responses wait for those before it."""
+        """Put the request in line: from now on its responses wait for those before it.
+
+        # Differs from Triton: not what a model asks for. The one before may be the very request
+        # for which it asks, and who waits for it sees no order.
+        """
+        if request.for_model is not None:
+            return
         turn = _Turn(request.on_response)
         self._line.append(turn)
         request.on_response = partial(self._respond, turn)

@@ -73,6 +73,24 @@ def test_instances_that_share_a_resource_take_turns() -> None:
     assert len(models.pools["m"].executed) == 3
 
 
+def test_who_holds_what_an_idle_instance_lacks() -> None:
+    """Those that have any of it; nobody for an instance that executes or has all it needs."""
+    models = Models(RateLimitResource("R1", 1))
+    models.add("m", 'resources { name: "R1" count: 1 }', count=2)
+    models.add("n", 'resources [ { name: "R1" count: 1 }, { name: "R2" count: 1 } ]')
+    models.add("other", 'resources { name: "R2" count: 1 }')
+    (first, second), (third,), (other,) = (pool.instances for pool in models.pools.values())
+    models.send("other")
+    models.send("m")
+
+    def holders(instance: Any) -> list[Any]:
+        return models.limiter.holders(instance)
+
+    assert [holders(each) for each in (first, second, third)] == [[], [first], [first, other]]
+    models.clock.advance(ms=10)
+    assert [holders(each) for each in (first, second, third)] == [[], [], []]
+
+
 def test_without_a_limit_the_neediest_instance_sets_the_amount() -> None:
     """One model asks for 2, one for 1: amount 2, so two of the small ones or one large one run."""
     models = Models()

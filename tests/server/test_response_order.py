@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import cast
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from npuserve.request import InferenceRequest
+from npuserve.request import InferenceRequest, ModelCall
 from npuserve.response import InferenceResponse
 from npuserve.server.response_order import ResponseOrder
 
@@ -38,6 +39,18 @@ def test_any_interleaving_comes_out_in_order(counts: list[int], random: object) 
         for index in range(count + 1)
     ]
     assert len(order) == 0
+
+
+def test_what_a_model_asks_for_is_not_held() -> None:
+    """The request before it may be the one that it is asked for."""
+    order = ResponseOrder()
+    seen: list[bool] = []
+    order.add(InferenceRequest("m", {}, lambda *_: None))
+    asked = InferenceRequest("m", {}, lambda _, final: seen.append(final))
+    asked.for_model = cast("ModelCall", object())
+    order.add(asked)
+    asked.deliver(InferenceResponse([]), True)
+    assert seen == [True]
 
 
 def test_the_first_in_line_is_not_held() -> None:

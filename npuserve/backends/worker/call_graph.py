@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -77,6 +77,8 @@ class Call:
         parts: what an ensemble is asking its members for this call.
         whole: the call this is a part of.
         expires: it leaves the queue unanswered after some time.
+        only: see `request.ModelCall`.
+        limits: see `BackendModelContext`, of which the model may be one; gives instances.
     """
 
     def __init__(
@@ -96,6 +98,8 @@ class Call:
         self.parts: set[Call] = set()
         self.whole = whole
         self.expires = False
+        self.only: Callable[[], Instance | None] = _any
+        self.limits: Callable[[], Sequence[_Taker]] = getattr(model, "limits", tuple)
 
     def taken(self, batch: Batch) -> None:
         """From now on only this batch can answer."""
@@ -187,6 +191,9 @@ class Instance:
         return calls
 
 
+# An instance and those that hold resources which it lacks; None for those outside the graph.
+_Taker = tuple[Instance | None, Sequence[Instance | None]]
+
 # Whether an instance has or gets a place for one more batch if the given calls are stuck; or
 # whether requests of its batch with this number can be answered.
 _Free = Callable[[Instance, int | None, set[Call]], bool]
@@ -263,13 +270,25 @@ class CallGraph:
         target = call.target
         if call.parts:
             return not stuck.issuperset(call.parts)
-        if target not in known:
-            if isinstance(target, Batch):
+        if isinstance(target, Batch):
+            if target not in known:
                 known[target] = free(target.instance, target.number, stuck)
-            else:
-                takers = [each for each in self.models.get(target, ()) if each.places]
-                known[target] = not takers or any(free(each, None, stuck) for each in takers)
-        return known[target] or (call.expires and not isinstance(target, Batch))
+            return known[target]
+        way = (target, call.only())
+        if way not in known:
+            takers = self._takers(call)
+            known[way] = not takers or any(
+                _gets_free(taker, free, stuck)
+                and (not holders or any(_gets_free(each, free, stuck) for each in holders))
+                for taker, holders in takers
+            )
+        return known[way] or call.expires
+
+    def _takers(self, call: Call) -> list[_Taker]:
+        """The instances that could take a call out of its queue."""
+        limits, only = call.limits(), call.only()
+        takers = limits or [(i, ()) for i in self.models.get(call.target, ()) if i.places]
+        return [taker for taker in takers if only is None or taker[0] is only]
 
     def _knot(self, stuck: set[Call]) -> set[Call]:
         """Stuck calls that all wait for each other and for nothing else."""
@@ -289,10 +308,12 @@ class CallGraph:
             return target.instance.answers(target.number) or ()
         waits = (
             instance.waits(number)
-            for instance in self.models[target]
+            for taker, holders in self._takers(call)
+            for instance in (holders if _gets_free(taker, _reported, stuck) else [taker])
+            if instance is not None
             for number in instance.report.batches
         )
-        return [behind for calls in waits if calls and stuck.issuperset(calls) for behind in calls]
+        return [behind for calls in waits if calls for behind in calls]
 
     def _reach(self, call: Call, stuck: set[Call]) -> set[Call]:
         """All that a stuck call waits for, directly or not; itself only in a circle."""
@@ -304,6 +325,15 @@ class CallGraph:
                     reach.add(behind)
                     ways.append(behind)
         return reach
+
+
+def _any() -> Instance | None:
+    """A call that any instance of the model can take."""
+    return None
+
+
+def _gets_free(instance: Instance | None, free: _Free, stuck: set[Call]) -> bool:
+    return instance is None or free(instance, None, stuck)
 
 
 def _suspected(instance: Instance, _number: int | None, stuck: set[Call]) -> bool:

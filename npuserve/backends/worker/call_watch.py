@@ -68,11 +68,14 @@ class CallWatch:
 
 def _text(circle: list[Call]) -> str:
     call = circle[0]
-    way = " -> ".join([call.caller.name, *(each.name for each in circle)])
+    names = [call.caller.name, *(each.name for each in circle)]
+    if names[-1] != names[0]:  # which has resources that the last one needs
+        names.append(names[0])
+    way = " -> ".join(names)
     # Differs from Triton: there all of these requests hang for ever.
     return (
         f"Model {call.caller.name} calls model {call.name}, and all that could answer wait for "
         f"each other ({way}): the call could never be answered. Raise the count in "
-        "instance_group, or for models with async def execute the parameter async_batches, and "
-        "await async_exec instead of calling exec."
+        "instance_group (for models with async def execute the parameter async_batches, and await "
+        "async_exec instead of calling exec), or the resources of the rate limiter."
     )

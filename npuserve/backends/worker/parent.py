@@ -55,8 +55,8 @@ class WorkerInstance(LoopInstance):
         self._process: WorkerProcess | None = None
         self._output: OutputReader | None = None
         self._services: ModelServices = launcher.services
-        self._node = launcher.node
-        self._node.ask = self._look
+        self.node = launcher.node
+        self.node.ask = self._look
         self._asked = False
         self._batches: dict[int, ExecutionBatch] = {}  # being executed
         # Batch and its requests by index that are answered after their execution.
@@ -85,8 +85,8 @@ class WorkerInstance(LoopInstance):
         overlaps = bool(facts["async"])
         # A worker reads its next batch when it has sent the result of the last one.
         self.prefetches = not overlaps
-        if overlaps and self._node.places:
-            self.max_inflight = self._node.places = self._settings.async_batches
+        if overlaps and self.node.places:
+            self.max_inflight = self.node.places = self._settings.async_batches
 
     async def _launch(self) -> dict[str, Any]:
         """Start a worker and wait until its model is initialised.
@@ -160,7 +160,7 @@ class WorkerInstance(LoopInstance):
             connection.close()
         self._fail_all(WorkerDiedError(f"Stub process '{self.name}' is not healthy."))
         self._services.close()
-        self._node.leave()
+        self.node.leave()
 
     async def is_ready(self) -> bool:
         """See `LoopInstance.is_ready`."""
@@ -188,7 +188,7 @@ class WorkerInstance(LoopInstance):
             raise
         for request in batch.requests:
             if request.for_model is not None:
-                request.for_model.taken(Batch(self._node, batch_id))
+                request.for_model.taken(Batch(self.node, batch_id))
         if self._batches:
             self._polling.answered()  # no longer the only one
         elif len(items) == 1 and not self.shares_core:
@@ -429,7 +429,7 @@ class WorkerInstance(LoopInstance):
 
     def _on_waits(self, payload: Any) -> None:
         self._asked = False
-        self._node.report = Report.of(*payload)
+        self.node.report = Report.of(*payload)
 
     def _on_infer_cancel(self, call_id: int) -> None:
         self._services.cancel_infer(call_id)

@@ -163,6 +163,7 @@ class ThreadModelInstance(ModelInstance):
     def __init__(self, model: LocalModel) -> None:
         self._model = model
         self._loop: asyncio.AbstractEventLoop | None = None
+        self.node = model.node
 
     def initialize(self) -> None:
         """See `ModelInstance.initialize`."""
@@ -220,6 +221,7 @@ class AsyncThreadInstance(LoopInstance):
 
     def __init__(self, model: LocalModel, name: str, max_inflight: int) -> None:
         self._model = model
+        self.node = model.node
         self._name = name
         self.max_inflight = max_inflight
         self._loop = asyncio.new_event_loop()

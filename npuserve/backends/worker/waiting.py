@@ -193,7 +193,7 @@ class View:
     def _works(self, frame: FrameType) -> bool:
         """Whether a thread is the model's, and not one of a pool that has nothing to do."""
         if frame.f_code is _NO_WORK:
-            return False
+            return not frame.f_locals["work_queue"].empty()
         files = [each.f_code.co_filename for each in _stack(frame)]
         begin = next((file for file in reversed(files) if file != threading.__file__), None)
         if begin is None:  # a threading.Timer
@@ -231,7 +231,7 @@ class View:
                 if more is None:
                     return None
                 waits |= more
-        return waits
+        return waits or None
 
     def _once(self, what: Any, follow: Any) -> Waits | None:
         if what in self._seen:  # they wait for each other

@@ -178,11 +178,19 @@ class SequenceBatcher:
         """Put the batcher between the request and those who want to hear of it."""
         request.scheduling = sequence
         request.on_cancel = self._cancelled
+        if request.for_model is not None:
+            request.for_model.only = partial(self._node_of, sequence)
         request.on_release = partial(self._released, sequence, request.on_release)
         if self._iterative:
             request.on_reschedule = self._rescheduled
         if self._states:
             request.on_response = partial(self._absorb, sequence, request.on_response)
+
+    def _node_of(self, sequence: Sequence) -> object:
+        """See `ModelCall.only`; a sequence in the backlog gets any instance."""
+        if sequence.instance < 0:
+            return None
+        return self._instances[sequence.instance].backend_instance.node
 
     def stop(self) -> None:
         """See `Scheduler.stop`. Live sequences go on, new ones are refused.

@@ -192,6 +192,34 @@ def test_waiting_for_a_busy_model_is_no_circle(graph: CallGraph) -> None:
     assert graph.circle() == []
 
 
+def test_the_only_instance_that_will_do(graph: CallGraph) -> None:
+    """A sequence is on one instance, whatever other ones do."""
+    a, other = instance(graph, "a"), instance(graph, "a")
+    call = calls(a, 1, "a")
+    waits(a, 1)
+    call.only = lambda: other
+    assert graph.circle() == []
+    call.only = lambda: a
+    assert graph.circle() == [call]
+
+
+def test_resources_that_a_waiting_instance_has(graph: CallGraph) -> None:
+    """A free instance is of no use while who has its resources waits for it."""
+    a, b = instance(graph, "a"), instance(graph, "b")
+    call = calls(a, 1, "b")
+    waits(a, 1)
+    call.limits = lambda: [(b, [a, None])]
+    assert graph.circle() == []
+    call.limits = lambda: [(b, [a])]
+    assert graph.circle() == [call]
+    outside = calls(a, 2, "onnx")
+    waits(a, 2)
+    outside.limits = lambda: [(None, [a]), (None, [])]
+    assert graph.circle() == []
+    outside.limits = lambda: [(None, [a])]
+    assert graph.circle() == [outside]
+
+
 def test_an_instance_that_is_never_given_a_request(graph: CallGraph) -> None:
     """A passive instance is of no use to who waits for the others."""
     a, _passive = instance(graph, "a"), Instance(graph, "a", "a", takes=False)
@@ -224,11 +252,14 @@ class World:
         batches: instance of each, and the calls it waits for; it goes on after any of them.
         calls: the instance that makes it, and its targets: models ("a"), or batches (0..) that
             have taken it; several if an ensemble asks several members. Any of them will do.
+        held: idle instances of model "a" are held back until one of these instances, all of whose
+            places are taken, has a free one.
     """
 
     instances: tuple[tuple[str, int], ...]
     batches: tuple[tuple[int, frozenset[int]], ...]
     calls: tuple[tuple[int, tuple[str | int, ...]], ...]
+    held: frozenset[int] = frozenset()
 
     def answered_ever(self, refused: frozenset[int] = frozenset()) -> set[int]:
         """The calls that some sequence of steps answers, found by trying all sequences."""
@@ -256,10 +287,14 @@ class World:
         if isinstance(target, int):
             return target in ended
         running = [i for number, (i, _) in enumerate(self.batches) if number not in ended]
-        return any(
-            model == target and running.count(index) < places
-            for index, (model, places) in enumerate(self.instances)
-        )
+        free = {i for i, (_, places) in enumerate(self.instances) if running.count(i) < places}
+        if target == "a" and self.held and not self.held & free:
+            free -= self._idle
+        return any(self.instances[index][0] == target for index in free)
+
+    @property
+    def _idle(self) -> set[int]:
+        return set(range(len(self.instances))) - {owner for owner, _ in self.batches}
 
     def graph(self) -> tuple[CallGraph, list[Call]]:
         """The same as a graph with reports."""
@@ -270,6 +305,12 @@ class World:
             call = calls(instances[caller], number, "ensemble")
             for target in targets:
                 part = call if len(targets) == 1 else call.part("member", "")
+                if target == "a" and self.held:
+                    part.limits = lambda: [
+                        (each, [instances[h] for h in self.held] if index in self._idle else [])
+                        for index, each in enumerate(instances)
+                        if each.name == "a"
+                    ]
                 part.target = (
                     target
                     if isinstance(target, str)
@@ -302,9 +343,9 @@ def worlds(draw: st.DrawFn) -> World:
         batches.append((owner, draw(waits) if own else frozenset[int]()))
     targets = st.one_of(names, st.integers(0, len(batches) - 1))
     some_targets = st.one_of(st.tuples(names), st.tuples(targets), st.tuples(targets, targets))
-    return World(
-        tuple(instances), tuple(batches), tuple((caller, draw(some_targets)) for caller in callers)
-    )
+    made = tuple((caller, draw(some_targets)) for caller in callers)
+    held = st.frozensets(st.integers(0, len(instances) - 1), max_size=2)
+    return World(tuple(instances), tuple(batches), made, draw(held))
 
 
 def _resolves(world: World, target: str | int) -> bool:
@@ -326,6 +367,20 @@ def test_exactly_what_can_never_be_answered_is_stuck(world: World) -> None:
     if circle:
         assert made.index(circle[0]) in wanted
         assert set(graph.suspects()) >= {call.caller for call in circle}
+
+
+@given(worlds())
+def test_the_innocent_are_not_refused(world: World) -> None:
+    """If refusing another call would have helped as well, the two wait for each other."""
+    assume(all(_resolves(world, target) for _, targets in world.calls for target in targets))
+    graph, made = world.graph()
+    circle = graph.circle()
+    if circle:
+        refused = made.index(circle[0])
+        freed = world.answered_ever(frozenset([refused]))
+        for other in range(len(made)):
+            if refused in world.answered_ever(frozenset([other])):
+                assert other in freed
 
 
 @given(worlds())

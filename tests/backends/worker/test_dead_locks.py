@@ -8,8 +8,10 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from npuserve.backends.worker import call_watch
 from npuserve.backends.worker.call_graph import Call, CallGraph
 from tests.backends.worker.models import CONFIG, Models, parameter, served, write_model
 
@@ -17,27 +19,28 @@ pytestmark = pytest.mark.parametrize("execution", ["process", "thread"])
 
 DECOUPLED = CONFIG + "model_transaction_policy { decoupled: true }\n"
 
-# Models answer with JSON text. IN is how much deeper calls go; the model called is in the request
-# id, the way there being "a,b,a": each model calls the first and hands the others on.
+# Models answer with JSON text. Whom they call is in the request id: with "a,b,a" a model calls a,
+# which is sent "b,a"; with "" it calls nobody.
 COMMON = """
 import asyncio, concurrent.futures
 
 def report(value):
     return response(np.array([json.dumps(value)], object))
 
-def make(target, request_id=""):
-    x = pb_utils.Tensor("IN", np.ones(1, np.float32))
-    return pb_utils.InferenceRequest(
-        request_id=request_id, model_name=target, requested_output_names=["OUT"], inputs=[x])
-
-def along(request):
+def along(request, correlation_id=0):
     target, _, rest = request.request_id().partition(",")
-    return make(target, rest)
+    x = pb_utils.Tensor("IN", tensor(request).as_numpy())
+    return pb_utils.InferenceRequest(
+        request_id=rest, model_name=target, requested_output_names=["OUT"], inputs=[x],
+        correlation_id=correlation_id)
 
 def value(answer):
     if answer.has_error():
         return answer.error().message()
     return json.loads(answer.output_tensors()[0].as_numpy()[0])
+
+def outcome(answer):
+    return answer.error().message() if answer.has_error() else "end"
 
 def wait_for_test():
     with open(os.path.join(pb_utils.get_model_dir(), "..", "..", "gate")) as gate:
@@ -275,6 +278,61 @@ class TritonPythonModel:
         assert await ask(models, "a") == "end"
 
 
+RESOURCE = 'KIND_CPU rate_limiter { resources [ { name: "R" count: 1 } ] }'
+
+
+@pytest.mark.parametrize("amount", [1, 2])
+@pytest.mark.parametrize(
+    ("callee", "circle"), [("b", "(a -> b -> a)"), ("identity", "(a -> identity -> a)"), ("a", "a")]
+)
+async def test_resource_of_the_rate_limiter(
+    tmp_path: Path, execution: str, callee: str, circle: str, amount: int
+) -> None:
+    """A model that holds what the one it calls needs waits for itself, unless there is enough."""
+    limited = CONFIG.replace("KIND_CPU", RESOURCE)
+    code = BLOCKS.replace("value(along(r).exec())", "outcome(along(r).exec())")
+    write(tmp_path, "a", code, limited.replace("] } }", "] } count: 2 }"))
+    write(tmp_path, "b", BLOCKS, limited)
+    write(tmp_path, "identity", BLOCKS, limited.replace('"python"', '"identity"'))
+    if amount == 2:  # is as much as the neediest needs
+        write(tmp_path, "c", BLOCKS, limited.replace("count: 1", "count: 2"))
+    async with served(tmp_path, execution, rate_limit="execution_count") as models:
+        answer = await ask(models, "a", callee)
+        assert answer == "end" if amount == 2 else circle in answer and REFUSED in answer
+        assert await ask(models, "a") == "end"
+
+
+SEQUENCES = (
+    CONFIG.replace("max_batch_size: 0", "max_batch_size: 1").replace(
+        "KIND_CPU", "KIND_CPU count: 2"
+    )
+    + "sequence_batching { max_sequence_idle_microseconds: 60000000 }"
+)
+
+
+async def test_sequence_that_continues_itself(tmp_path: Path, execution: str) -> None:
+    """The request belongs on the instance that waits for it, though another one is free."""
+    code = BLOCKS.replace("along(r).exec()", "along(r, r.correlation_id()).exec()")
+    write(tmp_path, "a", code, SEQUENCES)
+    async with served(tmp_path, execution) as models:
+        one = {"IN": np.ones((1, 1), np.float32)}
+        answer = await models.infer("a", one, id="a", correlation_id=5, flags=1)
+        assert REFUSED in json.loads(answer.text)
+        again = await models.infer("a", one, correlation_id=5, flags=1)
+        assert json.loads(again.text) == "end"
+
+
+async def test_answer_is_not_held_back_for_the_order(tmp_path: Path, execution: str) -> None:
+    """With preserve_ordering a model is answered before the request for which it asks."""
+    two = CONFIG.replace("max_batch_size: 0", "max_batch_size: 1")
+    two = two.replace("KIND_CPU", "KIND_CPU count: 2")
+    write(tmp_path, "a", BLOCKS, two + "dynamic_batching { preserve_ordering: true }")
+    async with served(tmp_path, execution) as models:
+        one = {"IN": np.ones((1, 1), np.float32)}
+        answer = await models.infer("a", one, id="a")
+        assert json.loads(answer.text) == "end"
+
+
 # ------------------------------------------------------------------- what must not be refused
 
 
@@ -411,6 +469,64 @@ class TritonPythonModel:
     write(tmp_path, "a", code, several(1))
     async with served(tmp_path, execution) as models:
         assert await ask(models, "a", "a") == "timed out"
+        assert await ask(models, "a") == "end"
+
+
+@pytest.mark.parametrize(
+    ("ends", "batching", "text"),
+    [
+        ("", "priority_levels: 2 default_priority_level: 2", REFUSED),
+        (
+            "",
+            "default_queue_policy { default_timeout_microseconds: 300000 }",
+            "Request timeout expired",
+        ),
+        ("answers.cancel()", "", ""),
+    ],
+    ids=["priorities", "queue time-out", "cancelled"],
+)
+async def test_call_in_the_queue_of_a_batcher(
+    tmp_path: Path, execution: str, ends: str, batching: str, text: str
+) -> None:
+    """A call that leaves the queue by itself is not refused."""
+    code = f"""
+class TritonPythonModel:
+    def execute(self, requests):
+        return [report(self.one(r) if r.request_id() else "end") for r in requests]
+
+    def one(self, r):
+        answers = along(r).exec(decoupled=True)
+        {ends}
+        return [value(answer) for answer in answers][0]
+"""
+    config = CONFIG.replace("max_batch_size: 0", "max_batch_size: 2")
+    write(tmp_path, "a", code, config + f"dynamic_batching {{ {batching} }}")
+    async with served(tmp_path, execution) as models:
+        one = {"IN": np.ones((1, 1), np.float32)}
+        answer = json.loads((await models.infer("a", one, id="a")).text)
+        assert text in answer if text else answer == ""
+        assert json.loads((await models.infer("a", one)).text) == "end"
+
+
+async def test_instance_that_dies_in_a_circle(
+    tmp_path: Path, execution: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its death ends the calls it had and those it made."""
+    if execution == "thread":
+        pytest.skip("a thread takes the server with it")
+    monkeypatch.setattr(call_watch, "_PAUSE_S", 3600)
+    dies = BLOCKS.replace(
+        "    def execute(self, requests):\n",
+        "    def execute(self, requests):\n"
+        "        threading.Thread(target=lambda: wait_for_test() and os._exit(1)).start()\n",
+    )
+    write(tmp_path, "a", BLOCKS)
+    write(tmp_path, "b", dies)
+    os.mkfifo(tmp_path / "gate")
+    async with served(tmp_path, execution) as models:
+        call = models.start("a", id="b,a")
+        await _open(tmp_path / "gate")
+        assert "Stub process 'b_0_0' is not healthy" in json.loads((await call.answer()).text)
         assert await ask(models, "a") == "end"
 
 
