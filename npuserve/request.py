@@ -39,8 +39,8 @@ class ModelCall(Protocol):
     def taken(self, batch: Any) -> None:
         """An instance executes the request in this batch, as the models' backend knows it."""
 
-    def part(self, name: str, model: Any) -> ModelCall:
-        """The call of a request that an ensemble makes of this member; `model` is its context."""
+    def part(self, model: Any) -> ModelCall:
+        """The call of a request that an ensemble makes of a member, given by its context."""
 
     def ended(self) -> None:
         """The request of a member was answered."""

@@ -143,6 +143,18 @@ class BackendModelContext:
         """The `parameters` of the configuration as plain text values."""
         return {key: value.string_value for key, value in self.config.parameters.items()}
 
+    def may_expire(self, timed: bool) -> bool:
+        """Whether a request may leave the model's queue because of its age.
+
+        Args:
+            timed: it has a time-out of its own.
+        """
+        batching = self.config.dynamic_batching
+        policies = (batching.default_queue_policy, *batching.priority_queue_policy.values())
+        return (timed and self.config.HasField("sequence_batching")) or any(
+            policy.default_timeout_microseconds and not policy.timeout_action for policy in policies
+        )
+
     @property
     def log(self) -> logging.Logger:
         """A logger whose lines carry the model's name."""

@@ -130,7 +130,7 @@ class PythonBackend(Backend):
         fork_server.close_soon()
 
     def _node(self, context: BackendModelContext, placement: Placement) -> Instance:
-        return Instance(self._graph, context.name, context, takes=not placement.passive)
+        return Instance(self._graph, context, takes=not placement.passive)
 
     def _buffer_pool(self, context: BackendModelContext) -> BufferPool:
         return self._pool if context.services is None else context.services.buffer_pool
@@ -178,7 +178,7 @@ class PythonBackend(Backend):
         answer: asyncio.Future[tuple[int, Any]] = loop.create_future()
 
         # It may do anything but call models, so it needs no place in the graph of calls.
-        alone = Instance(CallGraph(), context.name, context, takes=False)
+        alone = Instance(CallGraph(), context, takes=False)
         services = ModelServices(context, alone, self._watch)
 
         def arrived(kind: int, payload: Any) -> None:

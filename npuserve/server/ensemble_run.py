@@ -97,7 +97,7 @@ class Members:
         model = self._models[step.index]
         whole = request.parent
         if whole is not None and whole.for_model is not None:
-            request.for_model = whole.for_model.part(model.name, model.context)
+            request.for_model = whole.for_model.part(model.context)
         model.accept(request)
 
     def let_go(self) -> None:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from npuserve.errors import InternalError
@@ -63,6 +63,20 @@ class Batch(NamedTuple):
     number: int
 
 
+class Model(Protocol):
+    """A model that is called, Python or not; its instances in the graph share it, no others."""
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+
+    def limits(self) -> Sequence[_Taker]:
+        """See `BackendModelContext.limits`."""
+
+    def may_expire(self, timed: bool) -> bool:
+        """See `BackendModelContext.may_expire`."""
+
+
 class Call:
     """A request that a model makes of another, or that an ensemble makes of its member for it.
 
@@ -70,44 +84,41 @@ class Call:
         number: those made later have higher ones.
         caller: the instance whose model made it.
         call_id: the model's number of it; of a part that of the whole.
-        name: of the model that is called.
-        target: the model's instances as `Instance.model` names them, any of which may take the
-            call; or the batch that has it.
+        model: the one that is called.
+        batch: the one that has the call; None while it is in the model's queue.
         responses: responses so far.
         parts: what an ensemble is asking its members for this call.
         whole: the call this is a part of.
-        expires: it leaves the queue unanswered after some time.
+        timed: it has a time-out of its own.
         only: see `request.ModelCall`.
-        limits: see `BackendModelContext`, of which the model may be one; gives instances.
     """
 
     def __init__(
         self,
         caller: Instance,
         call_id: int,
-        name: str,
-        model: Hashable,
+        model: Model,
+        timed: bool = False,
         whole: Call | None = None,
     ) -> None:
         self.number = next(caller.graph.numbers)
         self.caller = caller
         self.call_id = call_id
-        self.name = name
-        self.target: Hashable | Batch = model
+        self.model = model
+        self.batch: Batch | None = None
         self.responses = 0
         self.parts: set[Call] = set()
         self.whole = whole
-        self.expires = False
+        self.timed = timed
         self.only: Callable[[], Instance | None] = _any
-        self.limits: Callable[[], Sequence[_Taker]] = getattr(model, "limits", tuple)
 
     def taken(self, batch: Batch) -> None:
         """From now on only this batch can answer."""
-        self.target = batch
+        self.batch = batch
 
-    def part(self, name: str, model: Hashable) -> Call:
+    def part(self, model: Model) -> Call:
         """An ensemble asks a member."""
-        part = Call(self.caller, self.call_id, name, model, self)
+        part = Call(self.caller, self.call_id, model, self.timed, self)
         self.parts.add(part)
         return part
 
@@ -121,7 +132,6 @@ class Instance:
     """One instance of a Python model.
 
     Args:
-        model: the model's instances share it, no others.
         takes: whether it is ever given a request.
 
     Attributes:
@@ -135,18 +145,17 @@ class Instance:
     ask: Callable[[], None]
     refuse: Callable[[Call, InternalError], None]
 
-    def __init__(self, graph: CallGraph, name: str, model: Hashable, takes: bool = True) -> None:
+    def __init__(self, graph: CallGraph, model: Model, takes: bool = True) -> None:
         self.graph = graph
-        self.name = name
         self.model = model
         self.places = 1 if takes else 0
         self.calls: dict[Any, Call] = {}
         self.report = NOTHING
         graph.models.setdefault(model, []).append(self)
 
-    def starts(self, call_id: int, name: str, model: Hashable) -> Call:
+    def starts(self, call_id: int, model: Model, timed: bool = False) -> Call:
         """The model calls another."""
-        call = self.calls[call_id] = Call(self, call_id, name, model)
+        call = self.calls[call_id] = Call(self, call_id, model, timed)
         return call
 
     def ends(self, call_id: int) -> None:
@@ -203,7 +212,7 @@ class CallGraph:
     """The instances of all Python models of a server, by model."""
 
     def __init__(self) -> None:
-        self.models: dict[Hashable, list[Instance]] = {}
+        self.models: dict[Model, list[Instance]] = {}
         self.numbers = itertools.count()
 
     @property
@@ -265,16 +274,16 @@ class CallGraph:
         """Whether a call can be answered if the given ones are stuck.
 
         Args:
-            known: the same of targets.
+            known: the same of batches and of queues.
         """
-        target = call.target
+        batch = call.batch
         if call.parts:
             return not stuck.issuperset(call.parts)
-        if isinstance(target, Batch):
-            if target not in known:
-                known[target] = free(target.instance, target.number, stuck)
-            return known[target]
-        way = (target, call.only())
+        if batch is not None:
+            if batch not in known:
+                known[batch] = free(batch.instance, batch.number, stuck)
+            return known[batch]
+        way = (call.model, call.only())
         if way not in known:
             takers = self._takers(call)
             known[way] = not takers or any(
@@ -282,12 +291,12 @@ class CallGraph:
                 and (not holders or any(_gets_free(each, free, stuck) for each in holders))
                 for taker, holders in takers
             )
-        return known[way] or call.expires
+        return known[way] or call.model.may_expire(call.timed)
 
     def _takers(self, call: Call) -> list[_Taker]:
         """The instances that could take a call out of its queue."""
-        limits, only = call.limits(), call.only()
-        takers = limits or [(i, ()) for i in self.models.get(call.target, ()) if i.places]
+        limits, only = call.model.limits(), call.only()
+        takers = limits or [(i, ()) for i in self.models.get(call.model, ()) if i.places]
         return [taker for taker in takers if only is None or taker[0] is only]
 
     def _knot(self, stuck: set[Call]) -> set[Call]:
@@ -301,11 +310,10 @@ class CallGraph:
 
     def _behind(self, call: Call, stuck: set[Call]) -> Iterable[Call]:
         """The calls that a stuck one waits for."""
-        target = call.target
         if call.parts:
             return call.parts
-        if isinstance(target, Batch):
-            return target.instance.answers(target.number) or ()
+        if call.batch is not None:
+            return call.batch.instance.answers(call.batch.number) or ()
         waits = (
             instance.waits(number)
             for taker, holders in self._takers(call)

@@ -68,13 +68,13 @@ class CallWatch:
 
 def _text(circle: list[Call]) -> str:
     call = circle[0]
-    names = [call.caller.name, *(each.name for each in circle)]
+    names = [call.caller.model.name, *(each.model.name for each in circle)]
     if names[-1] != names[0]:  # which has resources that the last one needs
         names.append(names[0])
     way = " -> ".join(names)
     # Differs from Triton: there all of these requests hang for ever.
     return (
-        f"Model {call.caller.name} calls model {call.name}, and all that could answer wait for "
+        f"Model {names[0]} calls model {names[1]}, and all that could answer wait for "
         f"each other ({way}): the call could never be answered. Raise the count in "
         "instance_group (for models with async def execute the parameter async_batches, and await "
         "async_exec instead of calling exec), or the resources of the rate limiter."

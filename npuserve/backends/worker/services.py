@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from npuserve.backends.base import BackendModelContext, ServerServices
     from npuserve.backends.worker.call_graph import Call, Instance
     from npuserve.backends.worker.call_watch import CallWatch
-    from npuserve.model_config import ModelConfig
     from npuserve.tensor import Tensor
 
 STATUS_BY_INDEX = tuple(StatusCode[name] for name in STATUS_NAMES)
@@ -133,8 +132,7 @@ class ModelServices:
                 "'decoupled=True' argument to the 'exec' or 'async_exec' calls for decoupled "
                 "models.'"
             )
-        call = self._instance.starts(call_id, name, model.context)
-        call.expires = _may_expire(model.config)
+        call = self._instance.starts(call_id, model.context, timed=bool(fields[3]))
 
         def answered(response: InferenceResponse | None, final: bool) -> None:
             call.responses += 1
@@ -276,13 +274,6 @@ _CALL_PREFIX = {
     "metric_observe": "Failed to observe metric value: ",
     "metric_value": "Failed to get metric value: ",
 }
-
-
-def _may_expire(config: ModelConfig) -> bool:
-    """Whether requests may leave the model's queue because of their age."""
-    batching = config.dynamic_batching
-    policies = (batching.default_queue_policy, *batching.priority_queue_policy.values())
-    return any(p.default_timeout_microseconds and not p.timeout_action for p in policies)
 
 
 def _known(error: Exception) -> NpuserveError:

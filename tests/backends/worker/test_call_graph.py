@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from hypothesis import assume, given
@@ -25,14 +26,29 @@ def graph() -> CallGraph:
     return CallGraph()
 
 
+@dataclass(frozen=True)
+class Called:
+    """A model by its name alone."""
+
+    name: str
+    takers: tuple[tuple[Instance | None, tuple[Instance | None, ...]], ...] = ()
+    expires: bool = False
+
+    def limits(self) -> Any:
+        return self.takers
+
+    def may_expire(self, timed: bool) -> bool:
+        return self.expires or timed
+
+
 def instance(graph: CallGraph, name: str, places: int = 1) -> Instance:
-    made = Instance(graph, name, name)
+    made = Instance(graph, Called(name))
     made.places = places
     return made
 
 
 def calls(caller: Instance, call_id: int, name: str) -> Call:
-    return caller.starts(call_id, name, name)
+    return caller.starts(call_id, Called(name))
 
 
 def waits(caller: Instance, *call_ids: int, taken: int = 0) -> None:
@@ -143,7 +159,7 @@ def test_parts_of_an_ensemble(graph: CallGraph) -> None:
     call = calls(a, 1, "ensemble")
     waits(a, 1)
     assert graph.circle() == []
-    other, own = call.part("b", "b"), call.part("inner ensemble", "inner ensemble").part("a", "a")
+    other, own = call.part(Called("b")), call.part(Called("inner ensemble")).part(Called("a"))
     assert graph.circle() == []
     other.ended()
     assert own.whole
@@ -174,8 +190,7 @@ def test_senders_may_be_used_by_others(graph: CallGraph) -> None:
 def test_a_call_that_leaves_its_queue(graph: CallGraph) -> None:
     """A call with a time-out for the queue is answered in any case, if nobody takes it."""
     a = instance(graph, "a")
-    call = calls(a, 1, "a")
-    call.expires = True
+    call = a.starts(1, Called("a"), timed=True)
     waits(a, 1)
     assert graph.circle() == []
     call.taken(Batch(a, 1))
@@ -206,23 +221,20 @@ def test_the_only_instance_that_will_do(graph: CallGraph) -> None:
 def test_resources_that_a_waiting_instance_has(graph: CallGraph) -> None:
     """A free instance is of no use while who has its resources waits for it."""
     a, b = instance(graph, "a"), instance(graph, "b")
-    call = calls(a, 1, "b")
     waits(a, 1)
-    call.limits = lambda: [(b, [a, None])]
+    a.starts(1, Called("b", takers=((b, (a, None)),)))
     assert graph.circle() == []
-    call.limits = lambda: [(b, [a])]
+    call = a.starts(1, Called("b", takers=((b, (a,)),)))
     assert graph.circle() == [call]
-    outside = calls(a, 2, "onnx")
-    waits(a, 2)
-    outside.limits = lambda: [(None, [a]), (None, [])]
+    a.starts(1, Called("onnx", takers=((None, (a,)), (None, ()))))
     assert graph.circle() == []
-    outside.limits = lambda: [(None, [a])]
-    assert graph.circle() == [outside]
+    call = a.starts(1, Called("onnx", takers=((None, (a,)),)))
+    assert graph.circle() == [call]
 
 
 def test_an_instance_that_is_never_given_a_request(graph: CallGraph) -> None:
     """A passive instance is of no use to who waits for the others."""
-    a, _passive = instance(graph, "a"), Instance(graph, "a", "a", takes=False)
+    a, _passive = instance(graph, "a"), Instance(graph, Called("a"), takes=False)
     calls(a, 1, "a")
     waits(a, 1)
     assert graph.circle()
@@ -300,22 +312,21 @@ class World:
         """The same as a graph with reports."""
         graph = CallGraph()
         instances = [instance(graph, name, places) for name, places in self.instances]
+        holders = tuple(instances[index] for index in self.held)
+        takers = tuple(
+            (each, holders if index in self._idle else ())
+            for index, each in enumerate(instances)
+            if self.held and each.model.name == "a"
+        )
         made = []
         for number, (caller, targets) in enumerate(self.calls):
             call = calls(instances[caller], number, "ensemble")
             for target in targets:
-                part = call if len(targets) == 1 else call.part("member", "")
-                if target == "a" and self.held:
-                    part.limits = lambda: [
-                        (each, [instances[h] for h in self.held] if index in self._idle else [])
-                        for index, each in enumerate(instances)
-                        if each.name == "a"
-                    ]
-                part.target = (
-                    target
-                    if isinstance(target, str)
-                    else Batch(instances[self.batches[target][0]], target)
-                )
+                part = call if len(targets) == 1 else call.part(Called("member"))
+                if isinstance(target, str):
+                    part.model = Called(target, takers if target == "a" else ())
+                else:
+                    part.taken(Batch(instances[self.batches[target][0]], target))
             made.append(call)
         for index, each in enumerate(instances):
             each.report = Report(

@@ -69,11 +69,11 @@ def write(root: Path, name: str, code: str, config: str = CONFIG) -> None:
     write_model(root, name, COMMON + code, config)
 
 
-def write_ensemble(root: Path, name: str, member: str) -> None:
+def write_ensemble(root: Path, name: str, member: str, config: str = CONFIG) -> None:
     (root / name / "1").mkdir(parents=True)
     (root / name / "config.pbtxt").write_text(
         'platform: "ensemble"\n'
-        + CONFIG[CONFIG.index("input") : CONFIG.index("instance_group")]
+        + config[config.index("max_batch_size") : config.index("instance_group")]
         + f'ensemble_scheduling {{ step [ {{ model_name: "{member}" model_version: -1 '
         + 'input_map { key: "IN" value: "IN" } output_map { key: "OUT" value: "OUT" } } ] }\n'
     )
@@ -501,10 +501,13 @@ class TritonPythonModel:
 """
     config = CONFIG.replace("max_batch_size: 0", "max_batch_size: 2")
     write(tmp_path, "a", code, config + f"dynamic_batching {{ {batching} }}")
+    write_ensemble(tmp_path, "e", "a", config)
     async with served(tmp_path, execution) as models:
         one = {"IN": np.ones((1, 1), np.float32)}
         answer = json.loads((await models.infer("a", one, id="a")).text)
         assert text in answer if text else answer == ""
+        if "time" in text:
+            assert text in json.loads((await models.infer("a", one, id="e")).text)
         assert json.loads((await models.infer("a", one)).text) == "end"
 
 
