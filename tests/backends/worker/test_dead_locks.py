@@ -161,120 +161,125 @@ async def test_circle_of_both_kinds_of_execution(tmp_path: Path, execution: str)
         assert REFUSED in await ask(models, "b", "a,b")
 
 
-# Ways in which a model waits for a call that is not made by the one who waits.
-IN_THREADS = {
-    "join": """
+# Models that call themselves in the way that the request id names, and wait for it by other means
+# than in the place of the call.
+CALLS_ITSELF = """
+def itself(r):
+    x = pb_utils.Tensor("IN", tensor(r).as_numpy())
+    return pb_utils.InferenceRequest(model_name="a", requested_output_names=["OUT"], inputs=[x])
+
+def first(answers):
+    return [value(answer) for answer in answers][0]
+
+class TritonPythonModel:
+    def initialize(self, args):
+        self.decoupled = pb_utils.using_decoupled_model_transaction_policy(
+            json.loads(args["model_config"]))
+        self.pool = concurrent.futures.ThreadPoolExecutor()
+
+    def answer(self, requests, answers):
+        if not self.decoupled:
+            return [report(answer) for answer in answers]
+        for request, answer in zip(requests, answers):
+            request.get_response_sender().send(report(answer), flags=1)
+"""
+
+WAITS_FOR_THREADS = (
+    CALLS_ITSELF
+    + """
+    def execute(self, requests):
+        return self.answer(requests, [self.one(r, r.request_id()) for r in requests])
+
+    def one(self, r, how):
+        return getattr(self, how)(itself(r)) if how else "end"
+
+    def joins(self, call):
         got = []
-        thread = threading.Thread(target=lambda: got.append(value(along(r).exec(decoupled=True))))
+        thread = threading.Thread(target=lambda: got.append(first(call.exec(decoupled=True))))
         thread.start()
         thread.join()
         return got[0]
-""",
-    "result": """
-        return self.pool.submit(lambda: value(along(r).exec(decoupled=True))).result()
-""",
-    "map": """
-        return list(self.pool.map(lambda call: value(call.exec(decoupled=True)), [along(r)]))[0]
-""",
-    "shutdown": """
+
+    def result(self, call):
+        return self.pool.submit(lambda: first(call.exec(decoupled=True))).result()
+
+    def maps(self, call):
+        return list(self.pool.map(lambda call: first(call.exec(decoupled=True)), [call]))[0]
+
+    def shuts_down(self, call):
         with concurrent.futures.ThreadPoolExecutor() as pool:
-            answer = pool.submit(lambda: value(along(r).exec(decoupled=True)))
+            answer = pool.submit(lambda: first(call.exec(decoupled=True)))
         return answer.result()
-""",
-    "run": """
+
+    def runs_loop(self, call):
         async def answer():
-            return value(await along(r).async_exec(decoupled=True))
+            return [value(a) async for a in await call.async_exec(decoupled=True)][0]
         return asyncio.run(answer())
-""",
-    "run a thread": """
-        return asyncio.run(asyncio.to_thread(lambda: value(along(r).exec(decoupled=True))))
-""",
-}
 
-
-@pytest.mark.parametrize("how", IN_THREADS)
-@pytest.mark.parametrize("config", [CONFIG, DECOUPLED], ids=["", "decoupled"])
-async def test_model_waits_for_its_own_thread(
-    tmp_path: Path, execution: str, how: str, config: str
-) -> None:
-    """What a thread or a loop of the model waits for, execute waits for as well."""
-    code = f"""
-class TritonPythonModel:
-    def initialize(self, args):
-        self.pool = concurrent.futures.ThreadPoolExecutor()
-
-    def execute(self, requests):
-        answers = [report(self.one(r) if r.request_id() else "end") for r in requests]
-        if {config == CONFIG}:
-            return answers
-        for r, answer in zip(requests, answers):
-            r.get_response_sender().send(answer, flags=1)
-
-    def one(self, r):{IN_THREADS[how]}
+    def runs_loop_for_thread(self, call):
+        return asyncio.run(asyncio.to_thread(lambda: first(call.exec(decoupled=True))))
 """
-    once = """
-def value(answers, plain=value):
-    if isinstance(answers, pb_utils.InferenceResponse):
-        return plain(answers)
-    return [plain(answer) for answer in answers][0]
-"""
-    if "async def" in code:
-        code = code.replace(
-            "return value(await along(r).async_exec(decoupled=True))",
-            "return [value(a) async for a in await along(r).async_exec(decoupled=True)][0]",
-        )
-    write(tmp_path, "a", once + code, config)
-    async with served(tmp_path, execution) as models:
-        assert REFUSED in await ask(models, "a", "a")
-        assert await ask(models, "a") == "end"
+)
 
-
-IN_TASKS = {
-    "gather": "(await asyncio.gather(one(), one()))[1]",
-    "wait": "(await asyncio.wait([asyncio.ensure_future(one())]))[0].pop().result()",
-    "task": "await asyncio.ensure_future(one())",
-    "to_thread": "value(await asyncio.to_thread(along(r).exec))",
-    "wait_for": "await asyncio.wait_for(one(), None)",
-    "group": "(await group())[0].result()",
-    "stream": "[value(a) async for a in await along(r).async_exec(decoupled=True)][0]",
-}
-
-
-@pytest.mark.parametrize("how", IN_TASKS)
-@pytest.mark.parametrize("config", [CONFIG, DECOUPLED], ids=["", "decoupled"])
-async def test_coroutine_waits_for_others(
-    tmp_path: Path, execution: str, how: str, config: str
-) -> None:
-    """What the coroutines wait for that execute awaits, it waits for as well."""
-    code = f"""
-class TritonPythonModel:
+WAITS_FOR_TASKS = (
+    CALLS_ITSELF
+    + """
     async def execute(self, requests):
-        for r in requests:
-            answer = report(await self.one(r) if r.request_id() else "end")
-            if {config == CONFIG}:
-                return [answer]
-            r.get_response_sender().send(answer, flags=1)
+        return self.answer(requests, [await self.one(r, r.request_id()) for r in requests])
 
-    async def one(self, r):
-        async def one():
-            async for answer in await along(r).async_exec(decoupled=True):
-                return value(answer)
+    async def one(self, r, how):
+        return await getattr(self, how)(itself(r)) if how else "end"
 
-        async def group():
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(one()) for _ in range(2)]
-            return tasks
+    async def streams(self, call):
+        return [value(a) async for a in await call.async_exec(decoupled=True)][0]
 
-        return {IN_TASKS[how]}
+    async def gathers(self, call):
+        return (await asyncio.gather(self.streams(call), self.streams(call)))[1]
+
+    async def waits(self, call):
+        done, _ = await asyncio.wait([asyncio.ensure_future(self.streams(call))])
+        return done.pop().result()
+
+    async def awaits_task(self, call):
+        return await asyncio.ensure_future(self.streams(call))
+
+    async def waits_for(self, call):
+        return await asyncio.wait_for(self.streams(call), None)
+
+    async def awaits_thread(self, call):
+        return await asyncio.to_thread(lambda: first(call.exec(decoupled=True)))
+
+    async def groups(self, call):
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(self.streams(call)) for _ in range(2)]
+        return tasks[0].result()
 """
-    if config == DECOUPLED:
-        code = code.replace(
-            "value(await asyncio.to_thread(along(r).exec))",
-            "await asyncio.to_thread(lambda: [value(a) for a in along(r).exec(decoupled=True)][0])",
-        )
+)
+
+
+@pytest.mark.parametrize("config", [CONFIG, DECOUPLED], ids=["", "decoupled"])
+@pytest.mark.parametrize(
+    ("code", "ways"),
+    [
+        (
+            WAITS_FOR_THREADS,
+            ["joins", "result", "maps", "shuts_down", "runs_loop", "runs_loop_for_thread"],
+        ),
+        (
+            WAITS_FOR_TASKS,
+            ["streams", "gathers", "waits", "awaits_task", "waits_for", "awaits_thread", "groups"],
+        ),
+    ],
+    ids=["threads", "tasks"],
+)
+async def test_what_execute_waits_for(
+    tmp_path: Path, execution: str, config: str, code: str, ways: list[str]
+) -> None:
+    """What a thread, loop or task waits for that execute waits for, execute waits for."""
     write(tmp_path, "a", code, config + parameter("async_batches", "1"))
     async with served(tmp_path, execution) as models:
-        assert REFUSED in await ask(models, "a", "a")
+        answers = {way: await ask(models, "a", way) for way in ways}
+        assert {way for way, answer in answers.items() if REFUSED in answer} == set(ways)
         assert await ask(models, "a") == "end"
 
 
