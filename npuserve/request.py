@@ -42,8 +42,11 @@ class ModelCall(Protocol):
     def part(self, model: Any) -> ModelCall:
         """The call of a request that an ensemble makes of a member, given by its context."""
 
+    def elsewhere(self) -> ModelCall:
+        """Something that is no instance is at work for the request, until `ended`."""
+
     def ended(self) -> None:
-        """The request of a member was answered."""
+        """The request of a member was answered, or what was at work elsewhere is done."""
 
 
 @dataclass(frozen=True, slots=True)

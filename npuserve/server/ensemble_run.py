@@ -18,7 +18,7 @@ from npuserve.errors import (
     RequestCancelledError,
     error_from_code,
 )
-from npuserve.request import SEQUENCE_END, SEQUENCE_START, InferenceRequest
+from npuserve.request import SEQUENCE_END, SEQUENCE_START, InferenceRequest, ModelCall
 from npuserve.response import InferenceResponse
 from npuserve.server.ensemble_graph import ROOT
 from npuserve.server.ensemble_iteration import NEVER, Iteration, Never, override_tag
@@ -147,12 +147,13 @@ class Gate:
 class StepCall:
     """One execution of a step: a request of its member."""
 
-    __slots__ = ("iteration", "run", "step")
+    __slots__ = ("at_gate", "iteration", "run", "step")
 
     def __init__(self, run: EnsembleRun, step: Step, iteration: Iteration) -> None:
         self.run = run
         self.step = step
         self.iteration = iteration
+        self.at_gate: ModelCall | None = None  # while it waits there for a model
 
     def answered(self, response: InferenceResponse | None, final: bool) -> None:
         """The member's response callback."""
@@ -290,6 +291,8 @@ class EnsembleRun:
             else:
                 scope = call.step.scope
                 self._held[scope] = self._held.get(scope, 0) + 1
+                if self._request.for_model is not None:
+                    call.at_gate = self._request.for_model.elsewhere()
                 self._pace()
         self._advancing = False
         if not self._request.finished:
@@ -298,6 +301,8 @@ class EnsembleRun:
     def wants_held_call(self, call: StepCall) -> bool:
         """A call leaves its gate: whether it is still of use."""
         self._held[call.step.scope] -= 1
+        if call.at_gate is not None:
+            call.at_gate.ended()
         self._pace()
         return not self._request.finished and not self._request.cancelled
 

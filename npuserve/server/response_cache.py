@@ -374,7 +374,7 @@ class ModelCache:
 class _Lookup:
     """One request on its way through the store."""
 
-    __slots__ = ("_cache", "_in_call", "_key", "_request", "_start_ns")
+    __slots__ = ("_cache", "_elsewhere", "_in_call", "_key", "_request", "_start_ns")
 
     def __init__(self, cache: ModelCache, request: InferenceRequest) -> None:
         self._cache = cache
@@ -384,11 +384,15 @@ class _Lookup:
         self._in_call = True
 
     def run(self) -> None:
+        call = self._request.for_model
+        self._elsewhere = None if call is None else call.elsewhere()
         self._cache.store.get(self._key, self._found)
         self._in_call = False
 
     def _found(self, value: bytes | None) -> None:
         cache, request = self._cache, self._request
+        if self._elsewhere is not None:
+            self._elsewhere.ended()
         response = None
         if value is not None:
             try:

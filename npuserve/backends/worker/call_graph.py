@@ -87,7 +87,7 @@ class Call:
         model: the one that is called.
         batch: the one that has the call; None while it is in the model's queue.
         responses: responses so far.
-        parts: what an ensemble is asking its members for this call.
+        parts: what an ensemble is asking its members for this call, or is at work elsewhere.
         whole: the call this is a part of.
         timed: it has a time-out of its own.
         only: see `request.ModelCall`.
@@ -122,8 +122,12 @@ class Call:
         self.parts.add(part)
         return part
 
+    def elsewhere(self) -> Call:
+        """See `request.ModelCall`: a part that is answered without any of the instances."""
+        return self.part(_ELSEWHERE)
+
     def ended(self) -> None:
-        """The member has answered its ensemble."""
+        """The member has answered its ensemble, or what was at work elsewhere is done."""
         assert self.whole is not None
         self.whole.parts.discard(self)
 
@@ -333,6 +337,21 @@ class CallGraph:
                     reach.add(behind)
                     ways.append(behind)
         return reach
+
+
+class _Elsewhere:
+    """What has no instances in the graph."""
+
+    name = "elsewhere"
+
+    def limits(self) -> Sequence[_Taker]:
+        return ()
+
+    def may_expire(self, timed: bool) -> bool:
+        return True
+
+
+_ELSEWHERE = _Elsewhere()
 
 
 def _any() -> Instance | None:

@@ -168,6 +168,18 @@ def test_parts_of_an_ensemble(graph: CallGraph) -> None:
     assert graph.circle() == []
 
 
+def test_what_is_at_work_elsewhere(graph: CallGraph) -> None:
+    """A cache or a gate of an ensemble may answer a call, whatever its parts do."""
+    a = instance(graph, "a")
+    call = calls(a, 1, "ensemble")
+    call.part(Called("a"))
+    waits(a, 1)
+    gate = call.elsewhere()
+    assert graph.circle() == []
+    gate.ended()
+    assert graph.circle()
+
+
 def test_senders_may_be_used_by_others(graph: CallGraph) -> None:
     """Another thread may answer what a batch has taken, unless it waits for the same."""
     a, b = instance(graph, "a"), instance(graph, "b")
