@@ -85,8 +85,9 @@ class PrivateNamespace(importlib.abc.MetaPathFinder):
         if self in sys.meta_path:
             sys.meta_path.remove(self)
         prefix = self._package + "."
-        for name in [n for n in sys.modules if n == self._package or n.startswith(prefix)]:
-            del sys.modules[name]
+        for name in list(sys.modules):  # a copy: other threads import meanwhile
+            if name == self._package or name.startswith(prefix):
+                del sys.modules[name]
 
     @classmethod
     def pb_utils_of_caller(cls) -> ModuleType:

@@ -266,10 +266,12 @@ class AsyncThreadInstance(LoopInstance):
                 self._loop.run_forever()
             except BaseException:
                 logger.exception("a task of model instance %s left its event loop", self._name)
-        self._model.finalize()
-        self._loop.close()
-        assert self._ended is not None
-        self.mailbox.post(_resolve, self._ended, None)
+        try:
+            self._model.finalize()
+        finally:  # the unload waits for it
+            self._loop.close()
+            assert self._ended is not None
+            self.mailbox.post(_resolve, self._ended, None)
 
     def start(self, batch: ExecutionBatch) -> None:
         """See `LoopInstance.start`."""
