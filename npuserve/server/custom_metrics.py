@@ -72,8 +72,10 @@ class CustomMetrics:
     def create_family(self, name: str, description: str, kind: str) -> int:
         """A handle on the family of this name, which is made if it does not exist.
 
+        The first description stays, as in Triton.
+
         Raises:
-            AlreadyExistsError: it exists with another kind or description.
+            AlreadyExistsError: it exists with another kind.
         """
         if kind not in KINDS:
             raise InvalidArgumentError(f"unknown metric kind '{kind}', known: {', '.join(KINDS)}")
@@ -84,11 +86,9 @@ class CustomMetrics:
         family = self._families.get(name)
         if family is None:
             family = self._families[name] = _Family(name, description, kind)
-        elif (family.description, family.kind) != (description, kind):
-            raise AlreadyExistsError(
-                f"Metric family '{name}' already exists with kind {family.kind} and description "
-                f"'{family.description}'"
-            )
+        elif family.kind != kind:
+            text = f"Metric family '{name}' already exists with kind {family.kind}"
+            raise AlreadyExistsError(text)
         family.references += 1
         handle = next(self._handles)
         self._family_handles[handle] = family

@@ -36,6 +36,8 @@ class ErrorCode(enum.IntEnum):
 class TritonError:
     """An error for one request."""
 
+    __module__ = "c_python_backend_utils"  # error texts show it
+
     UNKNOWN = ErrorCode.UNKNOWN
     INTERNAL = ErrorCode.INTERNAL
     NOT_FOUND = ErrorCode.NOT_FOUND
@@ -81,6 +83,8 @@ assert len(ErrorCode) == len(STATUS_NAMES)
 
 class InferenceResponse:
     """Outputs or an error, answering one request."""
+
+    __module__ = "c_python_backend_utils"  # error texts show it
 
     __slots__ = ("_error", "_outputs", "_parameters")
 

@@ -20,7 +20,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 class TritonModelException(Exception):  # noqa: N818 - the name models catch
     """What the helpers raise, and what a model may raise to fail a batch."""
 
-    __module__ = "c_python_backend_utils"  # tracebacks in error texts show it
+    __module__ = "c_python_backend_utils"  # error texts show it
 
 
 # NumPy's dtype by wire datatype code. BF16 (14) has none of its own: its bits are uint16.
@@ -124,6 +124,8 @@ def _object_array(elements: list[bytes], shape: Any) -> Array:
 
 class Tensor:
     """A named tensor: of a NumPy array the model made, or of what came with a request."""
+
+    __module__ = "c_python_backend_utils"  # error texts show it
 
     __slots__ = ("_array", "_code", "_data", "_device_tensor", "_name", "_shape")
 
