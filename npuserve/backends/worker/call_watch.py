@@ -7,6 +7,7 @@ judged a moment later.
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 from npuserve.backends.worker.call_graph import NOTHING
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     import asyncio
 
     from npuserve.backends.worker.call_graph import Call, CallGraph
+
+logger = logging.getLogger(__name__)
 
 # Until the first look, and from a question to the judgement.
 _PAUSE_S = 0.05
@@ -47,7 +50,10 @@ class CallWatch:
         for instance in instances:
             instance.report = NOTHING
         for instance in suspects:
-            instance.ask()
+            try:
+                instance.ask()
+            except Exception:  # it looks at objects of the model, which may be of any kind
+                logger.exception("cannot tell what model %s waits for", instance.model.name)
         if suspects:
             loop.call_later(_PAUSE_S, self._judge, loop)
         else:

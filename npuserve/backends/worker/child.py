@@ -412,7 +412,12 @@ class Worker:
         """Say what the batches wait for, see `waiting.report`."""
         self._look_due = False
         loop, main = self._loop, self._main_thread
-        found = report(self._waiting, main, dict(self._executing), loop, idle=idle)
+        found: Any = ({}, (), None)
+        try:
+            found = report(self._waiting, main, dict(self._executing), loop, idle=idle)
+        except Exception as error:  # objects of the model may be of any kind
+            text = f"cannot tell what the model waits for: {describe(error)}"
+            self.log("ERROR", text, __file__, 0)
         if loop is not None and not (found[0] or idle or threading.get_ident() == main):
             # The loop could be idle but for being woken up for the same message.
             loop.call_soon_threadsafe(partial(self._report, idle=True))

@@ -423,6 +423,23 @@ GOES_ON = {
             return [report(done.pop().result())]
         return [report("end")]
 """,
+    "odd future": """
+    class Odd(asyncio.Future):
+        __hash__ = None
+
+    async def execute(self, requests):
+        (r,) = requests
+        if r.request_id():
+            self.kept = asyncio.ensure_future(along(r).async_exec())
+            loop, odd = asyncio.get_running_loop(), self.Odd()
+
+            def wait():
+                loop.call_soon_threadsafe(odd.set_result, wait_for_test())
+
+            threading.Thread(target=wait).start()
+            return [report(await odd)]
+        return [report("end")]
+""",
     "own loop": """
     def execute(self, requests):
         (r,) = requests
