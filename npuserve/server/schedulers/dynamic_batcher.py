@@ -48,9 +48,13 @@ class DynamicBatcher(QueuedScheduler):
         )
         self._regrouping = Regrouping()
         self._gathering = Gathering()
-        # Sizes that were asked for are kept to.
-        fixed = settings.preferred_batch_size or self._rules.strategy or not self._rules.delay_ns
-        self._fair_share = None if fixed else FairShare(self._rules.max_batch, self._rules.delay_ns)
+        # Sizes that were asked for are kept to; without any, the configuration has the maximum.
+        adapts = self._rules.delay_ns and self._rules.min_preferred == self._rules.max_batch
+        self._fair_share = (
+            FairShare(self._rules.max_batch, self._rules.delay_ns)
+            if adapts and not self._rules.strategy
+            else None
+        )
         self._executing = 0  # batch elements
         self._dispatch_due = False  # `_dispatch` is on its way
         self._dispatching = False
