@@ -9,7 +9,8 @@ the same time anyway, one core does better:
 - a worker process, or a library that lets go of the interpreter, as long as requests come one at
   a time.
 
-Longer executions keep all cores: there the hand-over is of no account.
+Longer executions keep all cores: there the hand-over is of no account. A batch may take longer
+by so much for every request that there are hand-overs for: the loop reads requests meanwhile.
 """
 
 from __future__ import annotations
@@ -36,6 +37,9 @@ _QUICK_NS = 250_000
 _SLOW_NS = 400_000
 # The loop's own, per execution: where it has more to do (large bodies), hand-overs do not count.
 _LOOP_NS = 500_000
+# More of them for each further request of a batch.
+_QUICK_REQUEST_NS = 20_000
+_LOOP_REQUEST_NS = 50_000
 _LONE_SHARE = 0.9  # of the executions: then requests come one at a time
 # So often they are let loose for a moment: the kernel moves them if others crowd in, and whether
 # requests come one at a time shows only where two could be served at a time.
@@ -55,6 +59,7 @@ class Executor(Protocol):
         """Whether the loop can do something while it executes."""
 
     executions: int
+    requests: int
     lone_executions: int
 
     def core_shared(self, shared: bool) -> None:
@@ -89,6 +94,7 @@ class Cores(Protocol):
 
 class _Count(NamedTuple):
     executions: int
+    requests: int
     lone: int
     used_ns: int
 
@@ -173,7 +179,7 @@ class CoreSharing:
         before, self._seen = self._seen, {}
         loop_before, self._loop_ns = self._loop_ns, self._cores.processor_ns(self._loop_thread)
         loop_ns = self._loop_ns - loop_before
-        busy = total = 0
+        busy = loop_limit_ns = 0
         quick: dict[int, Executor] = {}
         alone: dict[int, Executor] = {}
         for executor in self._executors():
@@ -183,20 +189,22 @@ class CoreSharing:
                 self._seen[thread] = last
                 continue
             used_ns = self._cores.processor_ns(thread)
-            now = _Count(executor.executions, executor.lone_executions, used_ns)
+            now = _Count(executor.executions, executor.requests, executor.lone_executions, used_ns)
             self._seen[thread] = now
             if last is None or now.executions - last.executions < enough:
                 continue
             busy += 1
             executions = now.executions - last.executions
-            total += executions
+            joined = now.requests - last.requests - executions
+            loop_limit_ns += _LOOP_NS * executions + _LOOP_REQUEST_NS * joined
             limit_ns = _SLOW_NS if thread in self._sharers else _QUICK_NS
-            if 0 < used_ns - last.used_ns < limit_ns * executions:  # 0: the kernel does not count
+            limit_ns = limit_ns * executions + _QUICK_REQUEST_NS * joined
+            if 0 < used_ns - last.used_ns < limit_ns:  # 0: the kernel does not count
                 if not executor.overlaps:
                     quick[thread] = executor
                 elif now.lone - last.lone > _LONE_SHARE * executions:
                     alone[thread] = executor
-        if loop_ns > _LOOP_NS * total:
+        if loop_ns > loop_limit_ns:
             return {}
         return alone if busy == len(alone) == 1 else quick
 

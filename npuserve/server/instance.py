@@ -41,6 +41,7 @@ class Instance:
         inflight: batches it holds now.
         thread_id: identity of its thread, 0 for a `LoopInstance`.
         executions: batches it has been given so far.
+        requests: requests in them.
         lone_executions: of these, single requests that found it idle.
     """
 
@@ -65,6 +66,7 @@ class Instance:
         self.max_inflight = backend_instance.max_inflight
         self.inflight = 0
         self.executions = 0
+        self.requests = 0
         self.lone_executions = 0
         self.ended_ns = 0  # when the last batch ended
         self.execution_ns = 0  # what the last ones took, the longest of them for the longest time
@@ -124,6 +126,7 @@ class Instance:
     def _begin(self, requests: Sequence[InferenceRequest], start_ns: int) -> None:
         self.inflight += 1
         self.executions += 1
+        self.requests += len(requests)
         if self.inflight == len(requests) == 1 and requests[0].queue_ns >= self.ended_ns:
             self.lone_executions += 1
         self.pool.card_load[self.card] += 1

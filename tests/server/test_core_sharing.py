@@ -70,6 +70,8 @@ class Executor:
         self.native_thread_id = thread
         self.overlaps = overlaps
         self.executions = 0
+        self.requests = 0
+        self.batch = 1  # requests in an execution
         self.lone_executions = 0
         self.shared: list[bool] = []
 
@@ -78,6 +80,7 @@ class Executor:
 
     def execute(self, times: int, each_ns: int, lone: bool) -> None:
         self.executions += times
+        self.requests += times * self.batch
         self.lone_executions += times if lone else 0
         self.machine.used_ns[self.native_thread_id] += times * each_ns
 
@@ -144,6 +147,23 @@ def test_a_busy_loop_keeps_all_cores(rig: Rig, loop_us: int, shares: bool) -> No
     for _ in range(1500):
         rig.machine.used_ns[LOOP] += 2 * loop_us * US
         rig.serve(0.001, (quick, 30 * US, True))
+    assert rig.together(11) is shares
+
+
+@pytest.mark.parametrize(
+    ("batch", "each_us", "loop_us", "shares"),
+    [(32, 600, 1_500, True), (32, 1_000, 1_500, False), (32, 600, 2_500, False)]
+    + [(2, 300, 500, False), (2, 200, 600, False)],
+)
+def test_a_batch_may_take_longer(
+    rig: Rig, batch: int, each_us: int, loop_us: int, shares: bool
+) -> None:
+    """20 us for each further request, 50 us of the loop's."""
+    model = rig.add(11)
+    model.batch = batch
+    for _ in range(1500):
+        rig.machine.used_ns[LOOP] += loop_us * US
+        rig.serve(0.001, (model, each_us * US, False), per_ms=1)
     assert rig.together(11) is shares
 
 
