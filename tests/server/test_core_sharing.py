@@ -152,8 +152,13 @@ def test_a_busy_loop_keeps_all_cores(rig: Rig, loop_us: int, shares: bool) -> No
 
 @pytest.mark.parametrize(
     ("batch", "each_us", "loop_us", "shares"),
-    [(32, 600, 1_500, True), (32, 1_000, 1_500, False), (32, 600, 2_500, False)]
-    + [(2, 300, 500, False), (2, 200, 600, False)],
+    [
+        (32, 600, 1_500, True),
+        (32, 1_000, 1_500, False),
+        (32, 600, 2_500, False),
+        (2, 300, 500, False),
+        (2, 200, 600, False),
+    ],
 )
 def test_a_batch_may_take_longer(
     rig: Rig, batch: int, each_us: int, loop_us: int, shares: bool
