@@ -31,14 +31,14 @@ logger = logging.getLogger(__name__)
 
 _LOOK_NS = 100_000_000
 _REST_NS = 1_000_000_000  # between looks while there is nobody to look at
-_MIN_EVERY_NS = 5_000_000  # an execution; fewer are not worth it
+_MIN_EVERY_NS = 5_000_000  # a request; fewer are not worth it
 # Processor time of one execution. Two limits, so that a model in between keeps its place.
 _QUICK_NS = 250_000
 _SLOW_NS = 400_000
 # The loop's own, per execution: where it has more to do (large bodies), hand-overs do not count.
 _LOOP_NS = 500_000
 # More of them for each further request of a batch.
-_QUICK_REQUEST_NS = 20_000
+_QUICK_REQUEST_NS = 30_000
 _LOOP_REQUEST_NS = 50_000
 _LONE_SHARE = 0.9  # of the executions: then requests come one at a time
 # So often they are let loose for a moment: the kernel moves them if others crowd in, and whether
@@ -182,21 +182,27 @@ class CoreSharing:
         busy = loop_limit_ns = 0
         quick: dict[int, Executor] = {}
         alone: dict[int, Executor] = {}
+        spared: dict[int, Executor] = {}  # others had the work
         for executor in self._executors():
             thread = executor.native_thread_id
             last = before.get(thread)
             if last is not None and executor.executions == last.executions:
                 self._seen[thread] = last
+                if thread in self._sharers and not executor.overlaps:
+                    spared[thread] = executor
                 continue
             used_ns = self._cores.processor_ns(thread)
             now = _Count(executor.executions, executor.requests, executor.lone_executions, used_ns)
             self._seen[thread] = now
-            if last is None or now.executions - last.executions < enough:
+            if last is None:
+                continue
+            executions = now.executions - last.executions
+            requests = now.requests - last.requests
+            joined = requests - executions
+            loop_limit_ns += _LOOP_NS * executions + _LOOP_REQUEST_NS * joined
+            if requests < enough:
                 continue
             busy += 1
-            executions = now.executions - last.executions
-            joined = now.requests - last.requests - executions
-            loop_limit_ns += _LOOP_NS * executions + _LOOP_REQUEST_NS * joined
             limit_ns = _SLOW_NS if thread in self._sharers else _QUICK_NS
             limit_ns = limit_ns * executions + _QUICK_REQUEST_NS * joined
             if 0 < used_ns - last.used_ns < limit_ns:  # 0: the kernel does not count
@@ -206,7 +212,9 @@ class CoreSharing:
                     alone[thread] = executor
         if loop_ns > loop_limit_ns:
             return {}
-        return alone if busy == len(alone) == 1 else quick
+        if busy == len(alone) == 1:
+            return alone
+        return quick and quick | spared
 
     def _meet(self, quick: dict[int, Executor]) -> None:
         if self._core is None:
