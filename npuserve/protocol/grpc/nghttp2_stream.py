@@ -206,14 +206,20 @@ class Stream:
 
     # ---------------------------------------------------------------- called by the connection
 
+    def fill(self, data: bytes, end_stream: bool) -> bool:
+        """Take data from the middle of a large message; False where there is more to do.
+
+        The caller gives the client its window back.
+        """
+        reader = self._reader
+        if reader is None or end_stream or not self._reading or self._inflating or self._inbox:
+            return False
+        return reader.fill(data)
+
     def data_received(self, data: bytes, end_stream: bool) -> None:
         """A DATA frame, or part of one."""
         self.remote_closed = end_stream
-        reader = self._reader
-        if reader is None:
-            if not self._whole_message(data):
-                self._read(data)
-        elif not reader.fill(data):
+        if self._reader is not None or not self._whole_message(data):
             self._read(data)
         self._acknowledge(len(data))
         if end_stream:
