@@ -36,6 +36,7 @@ class FairShare:
         delay_ns: the longest a request waits for others.
 
     Attributes:
+        gathering: whole batches have their turn next; `gathers` says whether to wait for one.
         gather_until_ns: see `gathers`.
     """
 
@@ -43,7 +44,6 @@ class FairShare:
         "_began_ns",
         "_callers",
         "_delay_ns",
-        "_gathering",
         "_max_batch",
         "_rates",
         "_rest_ns",
@@ -54,6 +54,7 @@ class FairShare:
         "_turn_ns",
         "_was_shared",
         "gather_until_ns",
+        "gathering",
     )
 
     def __init__(self, max_batch: int, delay_ns: int) -> None:
@@ -69,7 +70,7 @@ class FairShare:
         self._turn_ns = 0  # when the turn did; 0 before its first batch
         self._served = 0  # batch elements of the turn
         self._rates: list[float] = []  # batch elements per ns, by turn
-        self._gathering = False  # before whole batches have their turn
+        self.gathering = False
         self.gather_until_ns = 0
 
     def started(self, now_ns: int, elements: int, queued: int, callers: int, instances: int) -> int:
@@ -98,23 +99,21 @@ class FairShare:
         return share if self._shared else self._max_batch
 
     def gathers(self, now_ns: int, queued: int, callers: int, execution_ns: float) -> bool:
-        """Whether the next batch has to wait for everybody, until `gather_until_ns` at most.
+        """While `gathering`: whether the next batch waits for everybody.
 
-        Who is not back by then has gone, or never waited.
+        Until `gather_until_ns` at most. Who is not back by then has gone, or never waited.
 
         Args:
             queued, callers: see `started`.
             execution_ns: what an execution takes on average.
         """
-        if not self._gathering:
-            return False
         if not self.gather_until_ns:
             self.gather_until_ns = now_ns + int(1.5 * execution_ns) + self._delay_ns
         if queued < callers:
             if now_ns < self.gather_until_ns:
                 return True
             self._end(now_ns, shared=False)
-        self._gathering = False
+        self.gathering = False
         return False
 
     def _begin(self, now_ns: int, elements: int, callers: int) -> None:
@@ -138,7 +137,7 @@ class FairShare:
             self._shared = not self._shared
             self._served = 0
             if not self._shared:
-                self._turn_ns, self._gathering, self.gather_until_ns = 0, True, 0
+                self._turn_ns, self.gathering, self.gather_until_ns = 0, True, 0
                 return
             self._turn_ns = now_ns
         self._served += elements
@@ -149,6 +148,6 @@ class FairShare:
         rest_ns = max(self._rest_ns, _REST_PER_TRIAL * (now_ns - self._began_ns))
         self._rest_until_ns = now_ns + rest_ns
         self._rest_ns = min(2 * self._rest_ns, _MAX_REST_NS)
-        self._shared, self._gathering = shared, False
+        self._shared, self.gathering = shared, False
         self._began_ns = self._row = 0
         self._rates.clear()

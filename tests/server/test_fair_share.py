@@ -25,7 +25,9 @@ class Callers:
         for queued in range(WHOLE, 0, -elements):
             self.size = self.fair_share.started(self.now_ns, elements, queued, WHOLE, instances)
         self.now_ns += took_ns
-        assert not self.fair_share.gathers(self.now_ns, WHOLE, WHOLE, took_ns)
+        if self.fair_share.gathering:
+            assert not self.fair_share.gathers(self.now_ns, WHOLE, WHOLE, took_ns)
+            assert not self.fair_share.gathering
 
     def until(self, size: int, took_ns: int = MS) -> None:
         """Rounds until batches are complete at this size."""

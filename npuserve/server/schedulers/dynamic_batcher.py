@@ -147,10 +147,11 @@ class DynamicBatcher(QueuedScheduler):
             return self._wait(plan.wait_until_ns)
         if self._is_held(plan, now_ns):
             return self._wait(self._regrouping.hold_until_ns)
-        fair_share, callers = self._fair_share, self._gathering.complete_at
-        execution_ns = self._regrouping.mean_execution_ns
-        if fair_share and fair_share.gathers(now_ns, queue.elements, callers, execution_ns):
-            return self._wait(fair_share.gather_until_ns)
+        fair_share = self._fair_share
+        if fair_share is not None and fair_share.gathering:
+            callers, execution_ns = self._gathering.complete_at, self._regrouping.mean_execution_ns
+            if fair_share.gathers(now_ns, queue.elements, callers, execution_ns):
+                return self._wait(fair_share.gather_until_ns)
         if limited:
             instance = instances.acquire()
         if instance is None:
