@@ -73,6 +73,16 @@ class Mailbox(Protocol):
         """Whether all that was posted has been done."""
 
 
+def settle(future: asyncio.Future[Any], outcome: Any) -> None:
+    """Give a future its result or exception, unless nobody waits any more. Loop thread."""
+    if future.done():  # cancelled
+        return
+    if isinstance(outcome, Exception):
+        future.set_exception(outcome)
+    else:
+        future.set_result(outcome)
+
+
 class ServerServices(Protocol):
     """What a backend may ask of the server. All of it on the event loop's thread."""
 

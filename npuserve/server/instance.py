@@ -15,7 +15,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from npuserve.backends.base import LoopInstance, ModelInstance, PipelinedInstance, Placement
+from npuserve.backends.base import LoopInstance, ModelInstance, PipelinedInstance, Placement, settle
 from npuserve.errors import (
     NpuserveError,
 )
@@ -276,9 +276,9 @@ class ThreadInstance(Instance):
             instance.initialize()
         except BaseException as error:  # a model may raise SystemExit; the load must fail then
             self._finalize_quietly()
-            self._mailbox.post(_resolve, ready, as_npuserve_error(error))
+            self._mailbox.post(settle, ready, as_npuserve_error(error))
         else:
-            self._mailbox.post(_resolve, ready, None)
+            self._mailbox.post(settle, ready, None)
             if isinstance(instance, PipelinedInstance):
                 self._execute_pipelined(instance)
             else:
@@ -287,7 +287,7 @@ class ThreadInstance(Instance):
                     del batch
             self._finalize_quietly()
         assert self._ended is not None
-        self._mailbox.post(_resolve, self._ended, None)
+        self._mailbox.post(settle, self._ended, None)
 
     def _execute_pipelined(self, instance: PipelinedInstance) -> None:
         submitted: deque[ThreadBatch] = deque()
@@ -329,12 +329,3 @@ class ThreadInstance(Instance):
             self.backend_instance.finalize()
         except BaseException:  # reported; an unload goes on
             logger.exception("finalize of model instance %s failed", self.name)
-
-
-def _resolve(future: asyncio.Future[None], error: NpuserveError | None) -> None:
-    if future.done():
-        return
-    if error is None:
-        future.set_result(None)
-    else:
-        future.set_exception(error)

@@ -10,9 +10,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from npuserve.backends.base import ModelInstance
+from npuserve.backends.base import ModelInstance, settle
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -74,18 +74,9 @@ class Readiness:
 
         def run() -> None:
             try:
-                asked.mailbox.post(_settle, answer, asked.is_ready())
+                asked.mailbox.post(settle, answer, asked.is_ready())
             except Exception as error:
-                asked.mailbox.post(_settle, answer, error)
+                asked.mailbox.post(settle, answer, error)
 
         threading.Thread(target=run, name="is_ready", daemon=True).start()
         return answer
-
-
-def _settle(answer: asyncio.Future[Any], outcome: Any) -> None:
-    if answer.done():  # cancelled
-        return
-    if isinstance(outcome, Exception):
-        answer.set_exception(outcome)
-    else:
-        answer.set_result(outcome)

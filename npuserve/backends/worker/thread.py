@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from npuserve.backends.base import ExecutionBatch, LoopInstance, ModelInstance
+from npuserve.backends.base import ExecutionBatch, LoopInstance, ModelInstance, settle
 from npuserve.backends.worker import wire
 from npuserve.backends.worker.call_graph import Batch, Report
 from npuserve.backends.worker.host import ModelFailedError, ModelHost
@@ -256,10 +256,10 @@ class AsyncThreadInstance(LoopInstance):
     def _serve(self, ready: asyncio.Future[None]) -> None:
         try:
             self._model.initialize()
-        except NpuserveError as error:
-            self.mailbox.post(_resolve, ready, error)
+        except Exception as error:
+            self.mailbox.post(settle, ready, error)
         else:
-            self.mailbox.post(_resolve, ready, None)
+            self.mailbox.post(settle, ready, None)
         asyncio.set_event_loop(self._loop)
         while not self._stopping:  # the model may stop the loop, or leave it by sys.exit in a task
             try:
@@ -271,7 +271,7 @@ class AsyncThreadInstance(LoopInstance):
         finally:  # the unload waits for it
             self._loop.close()
             assert self._ended is not None
-            self.mailbox.post(_resolve, self._ended, None)
+            self.mailbox.post(settle, self._ended, None)
 
     def start(self, batch: ExecutionBatch) -> None:
         """See `LoopInstance.start`."""
@@ -322,15 +322,6 @@ class AsyncThreadInstance(LoopInstance):
     def _stop(self) -> None:
         self._stopping = True
         self._loop.stop()
-
-
-def _resolve(future: asyncio.Future[None], error: NpuserveError | None) -> None:
-    if future.done():  # nobody waits any more
-        return
-    if error is None:
-        future.set_result(None)
-    else:
-        future.set_exception(error)
 
 
 def _finish(

@@ -367,6 +367,21 @@ def judged(monkeypatch: pytest.MonkeyPatch) -> Callable[[], asyncio.Future[None]
     return begin
 
 
+async def _goes_on(
+    tmp_path: Path, execution: str, judged: Callable[[], asyncio.Future[None]], chain: str
+) -> None:
+    """Model a goes on once the gate is opened, which is after its calls were judged."""
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    async with served(tmp_path, execution) as models:
+        looked = judged()
+        call = models.start("a", id=chain)
+        await looked
+        await _open(gate)
+        assert json.loads((await call.answer()).text) == "opened"
+        assert await ask(models, "a") == "end"
+
+
 async def _open(gate: Path) -> None:
     """Let a model go on that waits in `wait_for_test`."""
     await asyncio.to_thread(gate.write_text, "opened")
@@ -464,15 +479,7 @@ async def test_call_that_nobody_waits_for(
     """The caller holds the only place, but does not wait: the call is answered after it."""
     code = "\nclass TritonPythonModel:\n    got = []\n" + GOES_ON[how]
     write(tmp_path, "a", code, several(1))
-    gate = tmp_path / "gate"
-    os.mkfifo(gate)
-    async with served(tmp_path, execution) as models:
-        looked = judged()
-        call = models.start("a", id="a")
-        await looked
-        await _open(gate)
-        assert json.loads((await call.answer()).text) == "opened"
-        assert await ask(models, "a") == "end"
+    await _goes_on(tmp_path, execution, judged, "a")
 
 
 async def test_call_with_a_time_out_of_its_own(tmp_path: Path, execution: str) -> None:
@@ -584,12 +591,4 @@ class TritonPythonModel:
             self.got = value(along(r).exec())
 """
     write(tmp_path, "b", code, DECOUPLED)
-    gate = tmp_path / "gate"
-    os.mkfifo(gate)
-    async with served(tmp_path, execution) as models:
-        looked = judged()
-        call = models.start("a", id="b,a")
-        await looked
-        await _open(gate)
-        assert json.loads((await call.answer()).text) == "opened"
-        assert await ask(models, "a") == "end"
+    await _goes_on(tmp_path, execution, judged, "b,a")
