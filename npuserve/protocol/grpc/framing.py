@@ -58,6 +58,24 @@ def join(parts: Parts) -> bytes:
     return b"".join(parts)
 
 
+class LargeMessage:
+    """A message that is being received.
+
+    Attributes:
+        target: where it goes.
+        size: its bytes.
+        filled: how many of them are in place.
+    """
+
+    __slots__ = ("compressed", "filled", "size", "target")
+
+    def __init__(self, target: memoryview, compressed: bool) -> None:
+        self.target = target
+        self.compressed = compressed
+        self.size = len(target)
+        self.filled = 0
+
+
 class MessageReader:
     """Cuts the data of one HTTP/2 stream into messages.
 
@@ -69,11 +87,13 @@ class MessageReader:
         lease: gives a writable buffer of a size; see `BufferPool.lease`.
         padding: bytes to leave free before a message, told from its beginning.
         max_bytes: size of the largest message taken.
+
+    Attributes:
+        large: the large message that is being received; whoever knows it may put bytes there,
+            all but the last.
     """
 
-    __slots__ = (
-        "_filled", "_held", "_lease", "_max_bytes", "_padding", "_target", "_target_compressed",
-    )  # fmt: skip
+    __slots__ = ("_held", "_lease", "_max_bytes", "_padding", "large")
 
     def __init__(
         self,
@@ -85,30 +105,12 @@ class MessageReader:
         self._lease = lease
         self._padding = padding
         self._held: bytearray | None = None  # a prefix, or the beginning of a message
-        self._target: memoryview | None = None  # place of the large message being received
-        self._target_compressed = False
-        self._filled = 0
+        self.large: LargeMessage | None = None
 
     @property
     def idle(self) -> bool:
         """Whether the data so far ended with a whole message."""
-        return self._target is None and not self._held
-
-    def fill(self, chunk: bytes) -> bool:
-        """Put a chunk from the middle of a large message in its place; False if it is not one.
-
-        A short cut of `feed`: a large message comes in hundreds of chunks.
-        """
-        target = self._target
-        if target is None:
-            return False
-        start = self._filled
-        end = start + len(chunk)
-        if end >= len(target):
-            return False
-        target[start:end] = chunk
-        self._filled = end
-        return True
+        return self.large is None and not self._held
 
     def feed(self, chunk: Buffer) -> list[tuple[bool, Buffer]]:
         """The (compressed, message) pairs that `chunk` completes.
@@ -122,10 +124,9 @@ class MessageReader:
             self._held += data
             data = memoryview(bytes(self._held))
             self._held = None
+        if self.large is not None:
+            data = self._fill(self.large, data, messages)
         while data:
-            if self._target is not None:
-                data = self._fill(data, messages)
-                continue
             if len(data) < PREFIX_BYTES:
                 break
             flag, size = _PREFIX.unpack_from(data)
@@ -138,30 +139,31 @@ class MessageReader:
                 break
             else:
                 data = data[PREFIX_BYTES:]
-                self._start_large(flag == 1, size, data)
+                self.large = self._start_large(flag == 1, size, data)
+                data = self._fill(self.large, data, messages)
         if data:
             self._held = bytearray(data)
         return messages
 
-    def _start_large(self, compressed: bool, size: int, beginning: memoryview) -> None:
+    def _start_large(self, compressed: bool, size: int, beginning: memoryview) -> LargeMessage:
         padding = self._padding(beginning)
         try:
-            self._target = self._lease(size + padding)[padding:]
+            return LargeMessage(self._lease(size + padding)[padding:], compressed)
         except (OSError, ValueError, MemoryError) as error:
             raise FramingError(
                 GrpcStatus.RESOURCE_EXHAUSTED, f"no memory for a message of {size} bytes: {error}"
             ) from error
-        self._target_compressed = compressed
-        self._filled = 0
 
-    def _fill(self, data: memoryview, messages: list[tuple[bool, Buffer]]) -> memoryview:
-        assert self._target is not None
-        take = min(len(data), len(self._target) - self._filled)
-        self._target[self._filled : self._filled + take] = data[:take]
-        self._filled += take
-        if self._filled == len(self._target):
-            messages.append((self._target_compressed, self._target))
-            self._target = None
+    def _fill(
+        self, large: LargeMessage, data: memoryview, messages: list[tuple[bool, Buffer]]
+    ) -> memoryview:
+        filled = large.filled
+        take = min(len(data), large.size - filled)
+        large.target[filled : filled + take] = data[:take]
+        large.filled += take
+        if large.filled == large.size:
+            messages.append((large.compressed, large.target))
+            self.large = None
         return data[take:]
 
     def _check_prefix(self, flag: int, size: int) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import ngh2
 
 from npuserve.protocol.grpc import framing
-from npuserve.protocol.grpc.framing import FramingError, GrpcStatus, MessageReader
+from npuserve.protocol.grpc.framing import FramingError, GrpcStatus, LargeMessage, MessageReader
 from npuserve.protocol.grpc.raw_contents import padding_for_alignment
 from npuserve.protocol.grpc.transport import Method, StreamReceiver, text_metadata
 
@@ -38,6 +38,7 @@ class Stream:
 
     Attributes:
         done: `finish` was called or the call was given up; nothing more is sent.
+        large: the large message that is being received.
         remote_closed: the client has half-closed.
     """
 
@@ -45,7 +46,7 @@ class Stream:
         "_compressing", "_connection", "_headers", "_headers_sent", "_inbox", "_inflating",
         "_message_seen", "_method", "_outbox", "_passed_bytes", "_pending", "_queued_bytes",
         "_reader", "_reading", "_receiver", "_timer", "_unacknowledged", "done", "id",
-        "on_cancel", "on_sent", "remote_closed",
+        "large", "on_cancel", "on_sent", "remote_closed",
     )  # fmt: skip
 
     def __init__(
@@ -62,6 +63,7 @@ class Stream:
         self._headers_sent = False
         self._message_seen = False
         self._reader: MessageReader | None = None
+        self.large: LargeMessage | None = None
         self._receiver: StreamReceiver | None = None
         self._timer: asyncio.TimerHandle | None = None
         # What waits because of pause_reading or for an inflating thread; whether compressed.
@@ -206,15 +208,9 @@ class Stream:
 
     # ---------------------------------------------------------------- called by the connection
 
-    def fill(self, data: bytes, end_stream: bool) -> bool:
-        """Take data from the middle of a large message; False where there is more to do.
-
-        The caller gives the client its window back.
-        """
-        reader = self._reader
-        if reader is None or end_stream or not self._reading or self._inflating or self._inbox:
-            return False
-        return reader.fill(data)
+    def filled(self, amount: int) -> None:
+        """Bytes from DATA frames were put into `large`, which they did not complete."""
+        self._acknowledge(amount)
 
     def data_received(self, data: bytes, end_stream: bool) -> None:
         """A DATA frame, or part of one."""
@@ -273,7 +269,9 @@ class Stream:
                 connection.lease, padding_for_alignment, connection.max_message_bytes
             )
         try:
-            for compressed, message in reader.feed(data):
+            messages = reader.feed(data)
+            self.large = reader.large
+            for compressed, message in messages:
                 self._take(message, compressed)
         except FramingError as error:
             self._give_up(error.status, str(error))
@@ -381,6 +379,7 @@ class Stream:
             self._connection.acknowledge(amount, self.id)
         self._inbox.clear()
         self._reader = None
+        self.large = None
 
     def _start_timer(self, header: bytes) -> None:
         seconds = framing.parse_timeout(header.decode("latin-1"))
