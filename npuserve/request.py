@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from npuserve.errors import UnsupportedError
 from npuserve.response import InferenceResponse, ParameterValue
 
 if TYPE_CHECKING:
@@ -21,9 +22,25 @@ logger = logging.getLogger(__name__)
 SEQUENCE_START = 1
 SEQUENCE_END = 2
 
+_MAX_TEXT_ID_BYTES = 128
+
 # (response or None, final): None only together with final=True, for a decoupled model that ends
 # a request without another response. Always called on the event loop's thread.
 ResponseCallback = Callable[[InferenceResponse | None, bool], None]
+
+
+def checked_text_id(correlation_id: str) -> str:
+    """A text correlation id as it is.
+
+    Raises:
+        UnsupportedError: too long; as Triton does, for models without sequences too.
+    """
+    # What Triton calls characters are bytes of UTF-8.
+    if len(correlation_id.encode(errors="surrogatepass")) > _MAX_TEXT_ID_BYTES:
+        raise UnsupportedError(
+            f"string correlation ID cannot be longer than {_MAX_TEXT_ID_BYTES} characters"
+        )
+    return correlation_id
 
 
 class ModelCall(Protocol):

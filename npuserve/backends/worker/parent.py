@@ -43,6 +43,9 @@ _HEALTHY_AFTER_BATCHES = 100
 # How long the exit status may come after the end of the channel.
 _EXIT_STATUS_WAIT_S = 0.2
 
+# `parameters()` of a request is text, and models that look into it know how Triton writes it.
+_PARAMETERS = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+
 
 class WorkerInstance(LoopInstance):
     """One instance of a Python model in a process of its own."""
@@ -566,7 +569,7 @@ def request_fields(request: InferenceRequest) -> Any:
         return None
     return (
         request.id, request.correlation_id, request.flags, request.timeout_us, request.priority,
-        json.dumps(parameters) if parameters else None, request.requested_outputs,
+        _PARAMETERS.encode(parameters) if parameters else None, request.requested_outputs,
         None if trace is None else getattr(trace, "context", None),
     )  # fmt: skip
 

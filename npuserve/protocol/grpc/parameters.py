@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from npuserve.errors import InvalidArgumentError
-from npuserve.request import SEQUENCE_END, SEQUENCE_START, InferenceRequest
+from npuserve.request import SEQUENCE_END, SEQUENCE_START, InferenceRequest, checked_text_id
 
 if TYPE_CHECKING:
     from npuserve._proto import grpc_service_pb2 as pb
@@ -79,7 +79,7 @@ def _set_sequence_id(
     elif kind == "uint64_param":
         request.correlation_id = parameter.uint64_param
     elif kind == "string_param":
-        request.correlation_id = parameter.string_param
+        request.correlation_id = checked_text_id(parameter.string_param)
     else:
         raise _wrong_type(key, "int64_param or string_param")
 

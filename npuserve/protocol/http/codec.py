@@ -20,10 +20,10 @@ from npuserve.protocol.http.json_members import (
     unsigned,
     wrong_kind,
 )
-from npuserve.protocol.http.json_text import dump_json, json_data
+from npuserve.protocol.http.json_text import dump_json, json_data, json_scalars
 from npuserve.protocol.shared_memory import RegionSlice
 from npuserve.protocol.tensor_codec import json_values, tensor_from_json
-from npuserve.request import SEQUENCE_END, SEQUENCE_START
+from npuserve.request import SEQUENCE_END, SEQUENCE_START, checked_text_id
 from npuserve.tensor import ITEM_SIZE, Buffer, Tensor, element_count, pack_strings
 
 if TYPE_CHECKING:
@@ -216,7 +216,8 @@ def _decode_parameters(message: InferMessage, parameters: Any) -> None:
     custom = message.parameters
     for key, value in parameters.items():
         if key == "sequence_id":
-            message.correlation_id = value if type(value) is str else unsigned(value, key)
+            is_text = type(value) is str
+            message.correlation_id = checked_text_id(value) if is_text else unsigned(value, key)
         elif key == "sequence_start":
             message.flags |= SEQUENCE_START * boolean(value, key)
         elif key == "sequence_end":
@@ -238,6 +239,8 @@ def _decode_parameters(message: InferMessage, parameters: Any) -> None:
 
 def custom_parameter(key: str, value: Any) -> ParameterValue:
     """A parameter that goes to the model as it is.
+
+    # Differs from Triton: it makes integers from 2^63 on doubles, and cuts a text at a zero byte.
 
     Raises:
         InvalidArgumentError: not a text, number or boolean.
@@ -367,6 +370,6 @@ def _reply(response: InferenceResponse, request_id: str, outputs: list[Any]) -> 
     reply["model_name"] = response.model_name
     reply["model_version"] = response.model_version
     if response.parameters:
-        reply["parameters"] = response.parameters
+        reply["parameters"] = json_scalars(response.parameters)
     reply["outputs"] = outputs
     return reply

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,12 +18,20 @@ from npuserve.errors import InvalidArgumentError
 from npuserve.protocol.tensor_codec import is_finite
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from numpy.typing import NDArray
 
     from npuserve.tensor import Buffer
 
 _OPTIONS = orjson.OPT_SERIALIZE_NUMPY
 _PIECE_ELEMENTS = 16 * 1024
+
+_MAX_DIGITS = 20  # of a 64-bit integer, with its sign
+
+# Triton's other spellings of NaN and Infinity, and the strings in which they are none.
+_SHORT_FORMS = ("Inf", "-Inf", "-NaN")
+_SHORT_FORM = re.compile(r'"(?:\\.|[^"\\])*"|-NaN|Inf(?!inity)')
 
 
 def parse_json(text: Buffer) -> Any:
@@ -39,15 +48,51 @@ def parse_json(text: Buffer) -> Any:
 
 def _parse_leniently(text: Buffer) -> Any:
     try:
-        return json.loads(bytes(text))
+        return _loads(bytes(text).decode())
     except RecursionError:
         reason = "JSON nesting depth exceeds maximum allowed limit"
     except json.JSONDecodeError as error:
         reason = f"{error.msg} at {error.pos}" if len(text) else "The document is empty. at 0"
-    except (UnicodeDecodeError, ValueError) as error:  # ValueError: more digits than int() takes
+    except UnicodeEncodeError:
+        reason = "The surrogate pair in string is invalid."
+    except ValueError as error:  # no UTF-8, or a number out of range
         reason = str(error)
     # Differs from Triton: malformed JSON is the client's fault, 400 instead of 500.
     raise InvalidArgumentError(f"failed to parse the request JSON buffer: {reason}")
+
+
+def _loads(text: str) -> Any:
+    """The value as orjson would give it if it knew NaN and Infinity."""
+    try:
+        value = json.loads(text, parse_float=_finite, parse_int=_integer)
+    except json.JSONDecodeError as error:
+        if not text.startswith(_SHORT_FORMS, error.pos):
+            raise
+        value = json.loads(
+            _SHORT_FORM.sub(_long_form, text), parse_float=_finite, parse_int=_integer
+        )
+    if "\\u" in text:
+        json.dumps(value, ensure_ascii=False).encode()  # raises if there is a lone surrogate
+    return value
+
+
+def _long_form(match: re.Match[str]) -> str:
+    return {"-NaN": "NaN", "Inf": "Infinity"}.get(match[0], match[0])
+
+
+def _finite(digits: str) -> float:
+    number = float(digits)
+    if math.isinf(number):
+        raise ValueError("Number too big to be stored in double.")
+    return number
+
+
+def _integer(digits: str) -> int | float:
+    """As everywhere in JSON here, integers have 64 bits and larger ones are numbers like others."""
+    number = int(digits) if len(digits) <= _MAX_DIGITS else None
+    if number is None or not -(2**63) <= number < 2**64:
+        return _finite(digits)
+    return number
 
 
 def dump_json(value: Any) -> bytes:
@@ -76,6 +121,11 @@ def json_scalar(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return orjson.Fragment(json.dumps(value))
     return value
+
+
+def json_scalars(values: Mapping[str, Any]) -> dict[str, Any]:
+    """As `json_scalar`, for all values."""
+    return {key: json_scalar(value) for key, value in values.items()}
 
 
 def _piece_text(piece: NDArray[Any]) -> bytes:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from npuserve.errors import InvalidArgumentError
 from npuserve.protocol.http.codec import InferMessage, custom_parameter
-from npuserve.protocol.http.json_text import dump_json, json_data, json_scalar
+from npuserve.protocol.http.json_text import dump_json, json_data, json_scalar, json_scalars
 from npuserve.protocol.tensor_codec import json_values, tensor_from_json
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def encode_generate(response: InferenceResponse, request_id: str) -> bytes:
             )
         else:
             members[tensor.name] = json_data(values)
-    members.update(response.parameters or {})
+    members.update(json_scalars(response.parameters or {}))
     if request_id:
         members["id"] = request_id
     members["model_name"] = response.model_name

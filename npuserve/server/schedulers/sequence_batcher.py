@@ -17,9 +17,8 @@ from npuserve.errors import (
     NpuserveError,
     RequestCancelledError,
     UnavailableError,
-    UnsupportedError,
 )
-from npuserve.request import SEQUENCE_START, InferenceRequest
+from npuserve.request import SEQUENCE_START, InferenceRequest, checked_text_id
 from npuserve.server.execution import reject
 from npuserve.server.implicit_state import ImplicitState, StateTensors
 from npuserve.server.response_order import ResponseOrder
@@ -42,7 +41,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_MAX_TEXT_ID = 128  # characters of a text correlation id
 _DEFAULT_IDLE_US = 1_000_000
 
 
@@ -145,9 +143,14 @@ class SequenceBatcher:
         self._wake()
 
     def _begin_iterative(self, request: InferenceRequest) -> None:
-        """Every request of an iterative model is a sequence; the server makes up its id."""
-        request.flags = SEQUENCE_START
+        """Every request of an iterative model is a sequence; the server makes up a missing id.
+
+        # Differs from Triton: it mixes up requests of one id that come while the first is being
+        # executed, and never answers a request whose END it has seen. Here they are sequences of
+        # their own, one after the other.
+        """
         if not request.correlation_id:
+            request.flags = SEQUENCE_START
             self._next_id += 1
             while self._slots.find(self._next_id) is not None:
                 self._next_id += 1
@@ -159,10 +162,8 @@ class SequenceBatcher:
                 f"inference request to model '{self._name}' must specify a non-zero or non-empty "
                 "correlation ID"
             )
-        if isinstance(correlation_id, str) and len(correlation_id) > _MAX_TEXT_ID:
-            raise UnsupportedError(
-                f"string correlation ID cannot be longer than {_MAX_TEXT_ID} characters"
-            )
+        if isinstance(correlation_id, str):
+            checked_text_id(correlation_id)
         self._controls.check(correlation_id)
 
     def _warn_of_restart(self, request: InferenceRequest) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 from pathlib import Path
 
 import numpy as np
@@ -329,7 +330,7 @@ class TritonPythonModel:
             facts = {
                 "id": r.request_id(), "correlation": r.correlation_id(), "flags": r.flags(),
                 "timeout": r.timeout(), "outputs": sorted(r.requested_output_names()),
-                "parameters": json.loads(r.parameters()), "inputs": [t.name() for t in r.inputs()],
+                "parameters": r.parameters(), "inputs": [t.name() for t in r.inputs()],
                 "args": self.args, "dir": pb_utils.get_model_dir(), "cancelled": r.is_cancelled(),
             }
             del facts["args"]["model_config"]
@@ -344,12 +345,15 @@ async def test_model_sees_the_fields_of_the_request(tmp_path: Path, execution: s
 
     async with served_model(tmp_path, FIELDS, execution=execution) as served:
         call = await served.infer(
-            id="a", timeout_us=7, parameters={"t": 0.5, "b": True, "s": "x", "n": 3}
+            id="a",
+            timeout_us=7,
+            parameters={"t": 0.5, "b": True, "s": "\u6a21", "n": 3, "f": math.inf},
         )
         facts = json.loads(call.text)
     assert facts == {
         "id": "a", "correlation": 0, "flags": 0, "timeout": 7, "outputs": ["OUT"],
-        "parameters": {"t": 0.5, "b": True, "s": "x", "n": 3}, "inputs": ["IN"],
+        # Triton's text, byte for byte.
+        "parameters": '{"t":0.5,"b":true,"s":"\u6a21","n":3,"f":Infinity}', "inputs": ["IN"],
         "args": {
             "model_instance_kind": "CPU", "model_instance_name": "m_0_0",
             "model_instance_device_id": "0", "model_repository": str(tmp_path / "m"),

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from npuserve._proto import grpc_service_pb2 as pb
 from npuserve.buffer_pool import LARGE_TENSOR_BYTES
-from npuserve.errors import InvalidArgumentError
+from npuserve.errors import InvalidArgumentError, UnsupportedError
 from npuserve.protocol.grpc import codec, raw_contents
 from npuserve.protocol.grpc.parameters import SharedMemoryReference, set_parameter
 from npuserve.request import SEQUENCE_END, SEQUENCE_START, InferenceRequest
@@ -190,6 +190,15 @@ def test_sequence_ids_may_be_text_or_use_all_64_bits() -> None:
     """A text id stays text; the sign bit of an integer id is part of it."""
     assert decode(with_parameter("sequence_id", "string_param", "s")).correlation_id == "s"
     assert decode(with_parameter("sequence_id", "int64_param", -1)).correlation_id == 2**64 - 1
+
+
+def test_text_sequence_ids_have_at_most_128_bytes() -> None:
+    """Whatever the model; as Triton."""
+    longest = "x" * 128
+    assert decode(with_parameter("sequence_id", "string_param", longest)).correlation_id == longest
+    for text in ("x" * 129, "\u6a21" * 43):
+        with pytest.raises(UnsupportedError, match="cannot be longer than 128 characters"):
+            decode(with_parameter("sequence_id", "string_param", text))
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from npuserve.errors import InvalidArgumentError
+from npuserve.errors import InvalidArgumentError, UnsupportedError
 from npuserve.protocol.http.codec import (
     InferMessage,
     Output,
@@ -155,6 +156,13 @@ def test_parameters_with_a_meaning_are_no_custom_ones() -> None:
     assert message.parameters == {"temperature": 0.7, "n": 1, "b": False}
 
 
+def test_text_sequence_ids_have_at_most_128_bytes() -> None:
+    """Whatever the model; looked at before the inputs, as Triton does."""
+    for text in ("x" * 129, "\u6a21" * 43):
+        with pytest.raises(UnsupportedError, match="cannot be longer than 128 characters"):
+            decode({"parameters": {"sequence_id": text}, "inputs": 5})
+
+
 def test_a_listed_output_says_itself_whether_it_is_binary() -> None:
     """`binary_data_output` is for requests that list no outputs."""
     message = decode(
@@ -180,8 +188,10 @@ def test_nan_and_infinity_are_written_as_triton_does() -> None:
         Tensor.from_numpy("i", np.array([1], np.int64)),
     ]
     response = InferenceResponse(outputs, model_name="m", model_version="1")
+    response.parameters = {"n": math.nan, "i": -math.inf, "x": 0.5}
     message = InferMessage()
     text, _ = encode_infer(response, message, {}, labels=lambda name: [], batched=False)
+    assert b'"parameters":{"n":NaN,"i":-Infinity,"x":0.5}' in text
     assert b"[NaN,Infinity,-Infinity,1.0]" in text
     assert json.loads(text)["outputs"][1]["data"] == [1]
 

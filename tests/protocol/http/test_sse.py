@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from typing import Any
 
 import pytest
 
 from npuserve.errors import InternalError, InvalidArgumentError
 from npuserve.protocol.http import generate as generate_module
-from npuserve.protocol.http.sse import decode_generate
+from npuserve.protocol.http.sse import decode_generate, encode_generate
 from npuserve.request import InferenceRequest
 from npuserve.response import InferenceResponse
 from npuserve.server.metadata import TensorMetadata
@@ -60,6 +61,12 @@ def test_members_that_are_no_input_are_parameters() -> None:
     message = decode_generate({"id": "g", "a": 1, "parameters": {"b": "c"}}, [])
     assert message.id == "g"
     assert message.parameters == {"id": "g", "a": 1, "b": "c"}
+
+
+def test_parameters_that_json_does_not_know_are_written_as_triton_does() -> None:
+    """Python's json reads them."""
+    response = InferenceResponse([], parameters={"a": -math.inf, "b": math.nan, "c": 1})
+    assert b'"a":-Infinity,"b":NaN,"c":1,' in encode_generate(response, "")
 
 
 def text_model(answer: Any) -> FakeModel:

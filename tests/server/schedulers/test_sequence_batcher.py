@@ -32,12 +32,14 @@ def test_a_request_has_one_batch_element() -> None:
         model.batcher.enqueue(client.request)
 
 
-def test_a_text_id_has_at_most_128_characters() -> None:
-    """128 pass, 129 do not."""
+@pytest.mark.parametrize("character", ["x", "\xe9"])
+def test_a_text_id_has_at_most_128_bytes(character: str) -> None:
+    """As in Triton, whatever its text says; also in requests that models make."""
+    fits = character * (128 // len(character.encode()))
     model = Model(controls="")
-    model.send("x" * 128, SEQUENCE_START)
+    model.send(fits, SEQUENCE_START)
     with pytest.raises(UnsupportedError, match="cannot be longer than 128 characters"):
-        model.send("x" * 129, SEQUENCE_START)
+        model.send(fits + "x", SEQUENCE_START)
 
 
 def test_a_stopping_model_refuses_new_sequences_only() -> None:
@@ -342,6 +344,43 @@ def test_an_iterative_request_is_executed_until_it_is_released() -> None:
     assert (len(first.responses), first.final) == (1, 1)
     assert (len(second.responses), second.final) == (0, 1)
     assert model.statistics.pending == model.batcher.live_sequences == 0
+
+
+def test_an_iterative_request_with_an_id_keeps_its_flags() -> None:
+    """As in Triton: one without an id is given both, END of its client or not."""
+    model = Model("iterative_sequence: true")
+    for correlation_id, flags in ((7, SEQUENCE_START), (8, BOTH), (0, SEQUENCE_END)):
+        model.send(correlation_id, flags)
+    assert [request.flags for request in model.running()] == [SEQUENCE_START, BOTH, SEQUENCE_START]
+
+
+def test_an_iterative_request_with_an_id_needs_start() -> None:
+    """Triton's rule, even while another request of this id is executed."""
+    text = "for sequence 7 to model 'm' must specify the START flag on the first request of the"
+    model = Model("iterative_sequence: true")
+    for _ in range(2):
+        for flags in (0, SEQUENCE_END):
+            with pytest.raises(InvalidArgumentError, match=text):
+                model.send(7, flags)
+        model.send(7, SEQUENCE_START)
+    assert len(model.running()) == 1
+
+
+def test_iterative_requests_of_one_id_are_executed_one_after_the_other() -> None:
+    """Each until it is released, END or not; Triton mixes them up, or never answers."""
+    model = Model("iterative_sequence: true", more="model_transaction_policy { decoupled: true }")
+    clients = [model.send(7, BOTH), model.send(7, SEQUENCE_START)]
+    for client in clients:
+        for flags in (client.request.flags, 0):
+            assert [(each, each.flags) for each in model.running()] == [(client.request, flags)]
+            batch = model.instances[0].batches.pop()
+            if flags:
+                batch.reschedule(client.request)
+            else:
+                batch.send(client.request, None)
+            batch.done()
+        assert client.final == 1
+    assert model.batcher.live_sequences == 0
 
 
 def test_a_cancelled_iterative_request_is_not_executed_again() -> None:
