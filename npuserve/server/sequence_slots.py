@@ -162,8 +162,8 @@ class SequenceSlots:
             self._became_ready(sequence, now_ns)
         if ends or request.flags & SEQUENCE_END:
             sequence.ended = True
-        if request.timeout_us and sequence in self._backlog:
-            self._expire_at(sequence, now_ns + request.timeout_us * 1_000)
+        if sequence in self._backlog:
+            self._note_timeout(sequence, request, now_ns)
         return sequence
 
     def _begin(
@@ -194,9 +194,7 @@ class SequenceSlots:
         if not self._backlog and self._place(sequence, now_ns):
             return
         self._backlog[sequence] = None
-        for request in sequence.requests:
-            if request.timeout_us:
-                self._expire_at(sequence, request.queue_ns + request.timeout_us * 1_000)
+        self._note_timeouts(sequence)
 
     def _place(self, sequence: Sequence, now_ns: int) -> bool:
         """Put it into the lowest free slot, the lowest instance among equals."""
@@ -259,6 +257,14 @@ class SequenceSlots:
 
     def _close(self, sequence: Sequence, now_ns: int) -> None:
         """Forget the sequence; what waited for its slot or its id moves up."""
+        successor = self._forget(sequence, now_ns)
+        while successor is not None and successor.over:  # cancelled while it waited
+            successor = self._forget(successor, now_ns)
+        if successor is not None:
+            self._admit(successor, now_ns)
+
+    def _forget(self, sequence: Sequence, now_ns: int) -> Sequence | None:
+        """Give back what the sequence has; returns the next one of its id."""
         self._count -= 1
         self._idle.pop(sequence, None)
         self._backlog.pop(sequence, None)
@@ -272,10 +278,7 @@ class SequenceSlots:
             sequence.instance = NOWHERE
         self.fill(now_ns)
         successor, sequence.successor = sequence.successor, None
-        if successor is not None and successor.over:
-            self._close(successor, now_ns)
-        elif successor is not None:
-            self._admit(successor, now_ns)
+        return successor
 
     # ---------------------------------------------------------------- requests that leave
 
@@ -318,6 +321,9 @@ class SequenceSlots:
         """Let only these requests of the sequence wait on."""
         self.queued -= len(sequence.requests) - len(kept)
         sequence.requests = deque(kept)
+        if sequence.deadline_ns:  # it may have been that of a request that is out
+            sequence.deadline_ns = 0
+            self._note_timeouts(sequence)
         if kept or sequence.running is not None:
             return
         if sequence.instance != NOWHERE:
@@ -362,11 +368,16 @@ class SequenceSlots:
         deadline_ns = self._next_deadline_ns()
         return min(idle_ns or deadline_ns, deadline_ns or idle_ns)
 
-    def _expire_at(self, sequence: Sequence, deadline_ns: int) -> None:
-        if sequence.deadline_ns and sequence.deadline_ns <= deadline_ns:
-            return
-        sequence.deadline_ns = deadline_ns
-        heapq.heappush(self._deadlines, (deadline_ns, next(self._ties), sequence))
+    def _note_timeouts(self, sequence: Sequence) -> None:
+        """The sequence waits in the backlog as long as each of its requests wishes to."""
+        for request in sequence.requests:
+            self._note_timeout(sequence, request, request.queue_ns)
+
+    def _note_timeout(self, sequence: Sequence, request: InferenceRequest, since_ns: int) -> None:
+        deadline_ns = since_ns + request.timeout_us * 1_000
+        if request.timeout_us and not 0 < sequence.deadline_ns <= deadline_ns:
+            sequence.deadline_ns = deadline_ns
+            heapq.heappush(self._deadlines, (deadline_ns, next(self._ties), sequence))
 
     def _next_deadline_ns(self) -> int:
         deadlines = self._deadlines

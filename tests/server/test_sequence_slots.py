@@ -172,6 +172,33 @@ def test_a_backlogged_sequence_expires_as_a_whole() -> None:
     assert (len(slots), slots.queued, slots.backlog) == (1, 1, 0)
 
 
+def test_any_number_of_cancelled_sequences_may_wait_for_their_id() -> None:
+    """They are over as soon as the one before them is, without a call inside a call for each."""
+    slots = make()
+    first = slots.add(request(1, BOTH), 0)
+    waiting = [request(1, BOTH) for _ in range(2_000)]
+    for sequence, each in [(slots.add(each, 0), each) for each in waiting]:
+        assert slots.cancel(sequence, each, 0) == [each]
+    last = slots.add(request(1, BOTH), 0)
+    run_one(slots, first)
+    assert last.ready
+    run_one(slots, last)
+    assert len(slots) == slots.queued == 0
+
+
+def test_a_cancelled_request_takes_its_time_out_with_it() -> None:
+    """A START behind it in the backlog waits as long as it wishes itself."""
+    slots = make(slots=1)
+    slots.add(request(1, SEQUENCE_START), 0)
+    hasty = request(2, SEQUENCE_START, timeout_us=1)
+    waiting = slots.add(hasty, 0)
+    patient = request(2, SEQUENCE_START, timeout_us=5)
+    slots.add(patient, 0)
+    assert slots.cancel(waiting, hasty, 0) == [hasty]
+    assert slots.expire_backlog(4_999) == []
+    assert slots.expire_backlog(5_000) == [patient]
+
+
 def test_a_stopping_model_goes_on_with_live_sequences_only() -> None:
     """New sequences are refused as unavailable."""
     slots = make()
