@@ -6,6 +6,7 @@ of responses, since it stands in front of the request's callback.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING
@@ -14,16 +15,17 @@ if TYPE_CHECKING:
     from npuserve.request import InferenceRequest, ResponseCallback
     from npuserve.response import InferenceResponse
 
+logger = logging.getLogger(__name__)
+
 
 class _Turn:
     """One request in line, and what it has been answered before its turn."""
 
-    __slots__ = ("callback", "final", "held")
+    __slots__ = ("callback", "held")
 
     def __init__(self, callback: ResponseCallback) -> None:
         self.callback = callback
         self.held: list[tuple[InferenceResponse | None, bool]] = []
-        self.final = False
 
 
 class ResponseOrder:
@@ -50,25 +52,25 @@ class ResponseOrder:
     def _respond(self, turn: _Turn, response: InferenceResponse | None, final: bool) -> None:
         if turn is not self._line[0]:
             turn.held.append((response, final))
-            turn.final = final
             return
-        if final:
-            self._line.popleft()
         try:
             turn.callback(response, final)
         finally:
             if final:
-                self._pass_on()
+                self._line.popleft()
+                self._let_out()
 
-    def _pass_on(self) -> None:
-        """Let out what the new first in line, and those after it, have been answered."""
+    def _let_out(self) -> None:
+        """Hand over what those now first in line have been answered before their turn."""
         line = self._line
-        while line and line[0].held:
+        final = True
+        while final and line and line[0].held:
             turn = line[0]
-            if turn.final:
-                line.popleft()
             held, turn.held = turn.held, []
             for response, final in held:
-                turn.callback(response, final)
-            if not turn.final:
-                break
+                try:
+                    turn.callback(response, final)
+                except Exception:  # as `InferenceRequest.deliver` does: it holds up nobody else
+                    logger.exception("response callback of a request that was held back failed")
+            if final:
+                line.popleft()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import cast
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -61,3 +62,48 @@ def test_the_first_in_line_is_not_held() -> None:
     order.add(request)
     request.deliver(InferenceResponse([]), False)
     assert seen == [False]
+
+
+def test_a_callback_that_raises_holds_up_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    """What was held behind it comes out, and what was held for it too."""
+    order = ResponseOrder()
+    seen: list[tuple[str, bool]] = []
+    requests = {}
+    for name in ("first", "bad", "last"):
+
+        def note(_: object, final: bool, name: str = name) -> None:
+            seen.append((name, final))
+            if name == "bad":
+                raise ValueError("the front end is broken")
+
+        requests[name] = InferenceRequest("m", {}, note)
+        order.add(requests[name])
+    requests["last"].deliver(InferenceResponse([]), True)
+    requests["bad"].deliver(InferenceResponse([]), False)
+    requests["bad"].deliver(None, True)
+    requests["first"].deliver(InferenceResponse([]), True)
+    assert seen == [("first", True), ("bad", False), ("bad", True), ("last", True)]
+    assert len(order) == 0
+    assert "the front end is broken" in caplog.text
+
+
+def test_what_comes_in_while_responses_are_let_out_comes_after_them() -> None:
+    """A request sent from a callback, and answered at once, does not overtake what is held."""
+    order = ResponseOrder()
+    seen: list[str] = []
+
+    def send_another(response: InferenceResponse | None, final: bool) -> None:
+        seen.append("held")
+        if not final:
+            another = InferenceRequest("m", {}, lambda *_: seen.append("another"))
+            order.add(another)
+            another.deliver(None, True)
+
+    first = InferenceRequest("m", {}, lambda *_: seen.append("first"))
+    second = InferenceRequest("m", {}, send_another)
+    for request in (first, second):
+        order.add(request)
+    second.deliver(InferenceResponse([]), False)
+    second.deliver(None, True)
+    first.deliver(None, True)
+    assert seen == ["first", "held", "held", "another"]
