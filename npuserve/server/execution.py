@@ -96,6 +96,8 @@ class Batch:
 
     def reschedule(self, request: InferenceRequest) -> None:
         """See `ExecutionBatch.reschedule`."""
+        if request.finished:  # answered for the last time: nothing is left to execute
+            return
         take_back = request.on_reschedule
         if take_back is None:
             error = InvalidArgumentError(_NOT_ITERATIVE)

@@ -397,6 +397,20 @@ def test_a_cancelled_iterative_request_is_not_executed_again() -> None:
     assert model.batcher.live_sequences == 0
 
 
+def test_a_request_that_was_answered_is_not_executed_again() -> None:
+    """A model that ends its responses and reschedules all the same has ended the sequence."""
+    model = Model("iterative_sequence: true", more="model_transaction_policy { decoupled: true }")
+    client = model.send(0)
+    (request,) = model.running()
+    batch = model.instances[0].batches.pop()
+    batch.send(request, None)
+    batch.reschedule(request)
+    batch.done()
+    assert client.final == 1
+    assert model.running() == []
+    assert model.statistics.pending == model.batcher.queued == 0
+
+
 def test_other_models_cannot_reschedule() -> None:
     """The request is answered with Triton's text."""
     model = Model()
