@@ -219,6 +219,8 @@ class Model:
 
     async def _free(self) -> None:
         await self.pool.wait_idle()
+        if self._scheduler is not None:
+            self._scheduler.close()
         await self.pool.finalize()
         if self.pool.rate_limiter is not None:
             self.pool.rate_limiter.remove(self.pool)

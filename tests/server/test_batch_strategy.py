@@ -14,6 +14,7 @@ from npuserve.server.batch_strategy import load_strategy
 from npuserve.server.schedulers.dynamic_batcher import DynamicBatcher
 from npuserve.testing.clock import FakeClock
 from npuserve.testing.instances import FakePool, context_of
+from tests.server.models import serve, write_model
 
 # Requests share a batch as long as their priorities add up to no more than the parameter says.
 HOOKS = """
@@ -63,7 +64,23 @@ def test_the_hooks_cut_batches(tmp_path: Path) -> None:
     clock.run()
     assert pool.sizes == [2, 1, 1, 2]
     scheduler.stop()
+    scheduler.close()
     assert (tmp_path / "closed").exists()
+
+
+async def test_the_end_is_told_if_the_model_is_never_served(tmp_path: Path) -> None:
+    """The hooks are loaded before the warm-up that fails."""
+    text = (
+        f'parameters {{ key: "file" value {{ string_value: "{tmp_path}/closed" }} }} '
+        'parameters { key: "limit" value { string_value: "10" } } dynamic_batching { } '
+        'model_warmup { name: "w" batch_size: 1 inputs { key: "X" '
+        'value { data_type: TYPE_FP32 dims: [ 2 ] input_data_file: "missing" } } }'
+    )
+    directory = write_model(tmp_path / "models", "m", text)
+    (directory / "batchstrategy.py").write_text(HOOKS)
+    async with serve(tmp_path / "models") as server:
+        assert server.lifecycle.failed_startup == ["m"]
+        assert (tmp_path / "closed").exists()
 
 
 def test_the_version_folder_comes_before_the_model_folder(tmp_path: Path) -> None:

@@ -60,6 +60,9 @@ class Scheduler(Protocol):
     def stop(self) -> None:
         """Refuse new requests from now on (running sequences may go on); queued ones finish."""
 
+    def close(self) -> None:
+        """Free what it has; called once, after its last request was answered."""
+
     @property
     def queued(self) -> int:
         """Requests waiting, for the drain and for tests."""

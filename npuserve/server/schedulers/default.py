@@ -44,10 +44,6 @@ class DefaultScheduler(QueuedScheduler):
         # cancelled requests only where a dynamic batcher is configured.
         request.on_cancel = self._on_cancel
 
-    def stop(self) -> None:
-        """See `Scheduler.stop`."""
-        self._stopping = True
-
     def _instance_free(self, instance: Instance) -> None:
         if self._draining:  # an instance that answers at once; the loop below goes on
             return

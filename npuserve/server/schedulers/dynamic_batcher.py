@@ -103,10 +103,15 @@ class DynamicBatcher(QueuedScheduler):
 
     def stop(self) -> None:
         """See `Scheduler.stop`. Nobody can join any more, so nothing waits for a delay."""
-        self._stopping = True
+        super().stop()
         self._fair_share = None
         self._rules = replace(self._rules, delay_ns=0)
         self._dispatch()
+
+    def close(self) -> None:
+        """See `Scheduler.close`."""
+        if self._rules.strategy is not None:
+            self._rules.strategy.close()
 
     # ---------------------------------------------------------------- starting batches
 
@@ -129,8 +134,6 @@ class DynamicBatcher(QueuedScheduler):
         if queue.timed:
             self._reject_expired(now_ns)
         if not queue.live:
-            if self._stopping:
-                self._release_strategy()
             return False
         # A rate limiter lends its resources for an immediate run, so it is asked last.
         limited = instances.rate_limiter is not None
@@ -257,12 +260,6 @@ class DynamicBatcher(QueuedScheduler):
             self._wake_for_deadline()
         else:
             self._dispatch()
-
-    def _release_strategy(self) -> None:
-        strategy = self._rules.strategy
-        if strategy is not None:
-            self._rules = replace(self._rules, strategy=None)
-            strategy.close()
 
     # ---------------------------------------------------------------- requests that leave
 

@@ -82,3 +82,6 @@ class EnsembleScheduler:
     def stop(self) -> None:
         """See `Scheduler.stop`."""
         self._stopping = True
+
+    def close(self) -> None:
+        """See `Scheduler.close`."""

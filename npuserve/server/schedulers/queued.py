@@ -56,6 +56,13 @@ class QueuedScheduler:
         else:
             self._cache.admit(request)
 
+    def stop(self) -> None:
+        """See `Scheduler.stop`."""
+        self._stopping = True
+
+    def close(self) -> None:
+        """See `Scheduler.close`."""
+
     def _queue_up(self, request: InferenceRequest) -> None:
         """Take a request that no cache has the answer to."""
         raise NotImplementedError

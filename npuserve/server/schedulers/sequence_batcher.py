@@ -203,6 +203,9 @@ class SequenceBatcher:
         self._slots.make_room(self._clock.now_ns())
         self._wake()
 
+    def close(self) -> None:
+        """See `Scheduler.close`."""
+
     # ---------------------------------------------------------------- starting batches
 
     def _wake(self) -> None:
