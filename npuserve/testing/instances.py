@@ -48,6 +48,7 @@ class FakeInstance:
         self.placement = Placement(self.name, "CPU", 0, 0, index)
         self.max_inflight = max_inflight
         self.inflight = 0
+        self.available = True
         self.execution_ns = 0
         self.resources: Any = None
         self._waiting: deque[FakeExecution] = deque()

@@ -11,9 +11,9 @@ from npuserve.backends.base import Placement
 from npuserve.errors import InvalidArgumentError
 from npuserve.flag_values import RateLimitResource
 from npuserve.model_config import ModelConfig
-from npuserve.request import InferenceRequest
+from npuserve.request import SEQUENCE_END, SEQUENCE_START, InferenceRequest
 from npuserve.server.rate_limiter import RateLimiter
-from npuserve.server.schedulers.default import DefaultScheduler
+from npuserve.server.schedulers import Scheduler, create_scheduler
 from npuserve.testing.clock import FakeClock
 from npuserve.testing.instances import FakePool, context_of
 
@@ -27,13 +27,15 @@ class Models:
         self.clock = FakeClock()
         self.limiter = RateLimiter(limits)
         self.pools: dict[str, FakePool] = {}
-        self.schedulers: dict[str, DefaultScheduler] = {}
+        self.schedulers: dict[str, Scheduler] = {}
         self.started: list[str] = []
 
-    def add(self, name: str, rate_limiter: str, count: int = 1, device: int = 0) -> None:
+    def add(
+        self, name: str, rate_limiter: str, count: int = 1, device: int = 0, scheduling: str = ""
+    ) -> None:
         """Load a model whose instances all have this `rate_limiter`."""
         config = ModelConfig()
-        text_format.Parse(f'name: "{name}"', config)
+        text_format.Parse(f'name: "{name}" {scheduling}', config)
         group = config.instance_group.add()
         text_format.Parse(rate_limiter, group.rate_limiter)
 
@@ -48,13 +50,15 @@ class Models:
             )
         self.limiter.configure(cast("Any", pool), config)
         self.pools[name] = pool
-        self.schedulers[name] = DefaultScheduler(context_of(config, pool))
+        self.schedulers[name] = create_scheduler(context_of(config, pool))
 
     def send(self, name: str, count: int = 1) -> None:
-        """Requests for a model."""
-        for _ in range(count):
+        """Requests for a model, each a sequence of its own where that matters."""
+        both = SEQUENCE_START | SEQUENCE_END
+        for number in range(1, count + 1):
+            request = InferenceRequest(name, {}, lambda *_: None, correlation_id=number, flags=both)
             self.pools[name].statistics.pending += 1
-            self.schedulers[name].enqueue(InferenceRequest(name, {}, lambda *_: None))
+            self.schedulers[name].enqueue(request)
 
     def running(self) -> int:
         """Executions under way."""
@@ -125,6 +129,19 @@ def test_a_priority_of_two_gets_half_the_turns_of_one() -> None:
     models.send("seldom", 40)
     models.clock.advance(ms=300)
     assert abs(models.started.count("often") - 2 * models.started.count("seldom")) <= 2
+
+
+@pytest.mark.parametrize("strategy", ["direct", "oldest"])
+def test_a_model_with_sequences_has_its_turns(strategy: str) -> None:
+    """Of two models that always have requests waiting, each runs half of the time."""
+    models = Models(RateLimitResource("R", 1))
+    models.add("plain", 'resources { name: "R" count: 1 }')
+    scheduling = f"sequence_batching {{ {strategy} {{ }} }}"
+    models.add("sequences", 'resources { name: "R" count: 1 }', scheduling=scheduling)
+    models.send("plain", 40)
+    models.send("sequences", 40)
+    models.clock.advance(ms=400)
+    assert abs(models.started.count("plain") - models.started.count("sequences")) <= 2
 
 
 def test_a_model_without_resources_never_waits() -> None:

@@ -98,6 +98,7 @@ class SequenceBatcher:
         self._next_id = 0
         self._stopping = False
         self._dispatch_due = False  # `_dispatch` is on its way
+        self._dispatching = False
         self._wake_up = Appointment(self._clock, self._on_timer)
         self._pool.on_free = self._instance_free
         self._pool.on_lost = self._instance_lost
@@ -215,11 +216,18 @@ class SequenceBatcher:
             self._clock.call_soon(self._dispatch)
 
     def _dispatch(self) -> None:
+        if self._dispatching:  # an instance that answers at once
+            self._wake()
+            return
         self._dispatch_due = False
+        self._dispatching = True
         wait_until_ns = 0
-        for at in range(len(self._instances)):
-            until_ns = self._start_batches(at)
-            wait_until_ns = min(wait_until_ns or until_ns, until_ns or wait_until_ns)
+        try:
+            for at in range(len(self._instances)):
+                until_ns = self._start_batches(at)
+                wait_until_ns = min(wait_until_ns or until_ns, until_ns or wait_until_ns)
+        finally:
+            self._dispatching = False
         event_ns = self._slots.next_event_ns()
         self._wake_up.by(min(wait_until_ns or event_ns, event_ns or wait_until_ns))
 
@@ -323,7 +331,10 @@ class SequenceBatcher:
 
     def _instance_free(self, instance: Instance) -> None:
         self._slots.fill(self._clock.now_ns())
-        self._wake()
+        if self._pool.rate_limiter is None:
+            self._wake()
+        else:  # whoever asks late loses its turn
+            self._dispatch()
 
     # ---------------------------------------------------------------- requests that leave
 
