@@ -2,7 +2,8 @@
 
 One listing of a repository tells models, versions and changes; a model is downloaded when its
 configuration is first read. A copy is never changed: another state of the model gets another
-folder, so that a version which still serves keeps its files. Everything blocks.
+folder, so that a version which still serves keeps its files; it goes when it is released.
+Everything blocks.
 """
 
 from __future__ import annotations
@@ -35,9 +36,6 @@ _CLASSES = {"s3": "S3FileSystem", "gs": "GCSFileSystem", "as": "AzureBlobFileSys
 
 # gcsfs warns at every call of a client without credentials, Azure's SDK tells of every request.
 _LIBRARY_LOGS = {"gs": {"gcsfs": logging.ERROR}, "as": {"azure": logging.WARNING}}
-
-# Copies kept of one model: the one that serves and the one that is to replace it.
-_KEPT_COPIES = 2
 
 
 class CloudRepository:
@@ -86,19 +84,18 @@ class CloudRepository:
             # Half a copy must not be taken for a whole one.
             partial = target.with_name(f"{name}.partial")
             shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
             try:
+                partial.mkdir(parents=True)
                 for path in self.files(name):
                     self._copy(f"{self._location.path}/{name}/{path}", partial / path)
+                partial.rename(target)
             except Exception as error:  # the libraries have no class of errors in common
                 raise InternalError(
                     f"failed to copy model '{name}' from {self._url}: {error}"
                 ) from error
-            partial.rename(target)
-            self._remove_old_copies(target)
 
     def release(self, path: Path) -> None:
-        """Remove a copy that no model is served from; the next load makes it anew."""
+        """Remove a copy that nobody needs any more; the next load makes it anew."""
         with self._lock:
             if path.is_relative_to(self._root):
                 shutil.rmtree(path.parent, ignore_errors=True)
@@ -113,12 +110,6 @@ class CloudRepository:
             return
         local.parent.mkdir(parents=True, exist_ok=True)
         self._filesystem.get_file(remote, str(local))
-
-    def _remove_old_copies(self, newest: Path) -> None:
-        copies = sorted(newest.parent.parent.iterdir(), key=lambda path: path.stat().st_mtime_ns)
-        for path in copies[:-_KEPT_COPIES]:
-            if path != newest.parent:
-                shutil.rmtree(path, ignore_errors=True)
 
     def _list(self) -> dict[str, dict[str, tuple[str, int]]]:
         try:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
-_PREFIX = "npuserve-load-"
+_made: set[Path] = set()  # model directories that are there
 
 
 def write_files(name: str, files: Mapping[str, bytes]) -> Path:
@@ -25,7 +25,7 @@ def write_files(name: str, files: Mapping[str, bytes]) -> Path:
     """
     if name in ("", ".", "..") or Path(name).name != name:
         raise InternalError(f"failed to load '{name}', the name of a model is that of a folder")
-    root = Path(tempfile.mkdtemp(prefix=_PREFIX))
+    root = Path(tempfile.mkdtemp(prefix="npuserve-load-"))
     model_dir = root / name
     try:
         _make(model_dir)
@@ -34,6 +34,7 @@ def write_files(name: str, files: Mapping[str, bytes]) -> Path:
     except BaseException:
         shutil.rmtree(root, ignore_errors=True)
         raise
+    _made.add(model_dir)
     return model_dir
 
 
@@ -60,6 +61,6 @@ def _write(model_dir: Path, relative: str, content: bytes) -> None:
 
 def remove_files(model_dir: Path) -> None:
     """Remove what `write_files` made, and never anything else."""
-    root = model_dir.parent
-    if root.name.startswith(_PREFIX):
-        shutil.rmtree(root, ignore_errors=True)
+    if model_dir in _made:
+        _made.discard(model_dir)
+        shutil.rmtree(model_dir.parent, ignore_errors=True)

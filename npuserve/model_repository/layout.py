@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from npuserve.errors import InternalError, InvalidArgumentError
 from npuserve.model_repository.cloud import cloud_repository, release_copy
 from npuserve.model_repository.cloud_location import scheme_of
+from npuserve.model_repository.file_override import remove_files
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -162,12 +163,16 @@ def fetch(directory: ModelDirectory) -> None:
 
 
 def release(path: Path) -> None:
-    """Free what `fetch` copied to this model directory, if anything."""
+    """Remove a model directory that was made for a load: by `fetch`, or of the call's files.
+
+    Any other one is left alone.
+    """
     release_copy(path)
+    remove_files(path)
 
 
 def fingerprint(directory: ModelDirectory) -> Fingerprint:
-    """State of all files below a model folder; files that vanish meanwhile are left out."""
+    """State of all files below a model folder; those that cannot be looked at are left out."""
     config: dict[str, FileState] = {}
     files: dict[str, FileState] = {}
     for relative, state in _file_states(directory):
@@ -281,7 +286,7 @@ def _file_states(directory: ModelDirectory) -> Iterator[tuple[str, FileState]]:
             path = os.path.join(folder, name)
             try:
                 status = os.stat(path)
-            except FileNotFoundError:
+            except OSError:  # gone by now, a link to itself, or not for us to read
                 continue
             yield os.path.relpath(path, root), (status.st_mtime_ns, status.st_size)
 
@@ -290,7 +295,7 @@ def _enter(folder: str, entered: set[tuple[int, int]]) -> bool:
     """Whether a folder was not entered before; links may lead back up."""
     try:
         status = os.stat(folder)
-    except FileNotFoundError:
+    except OSError:  # as above
         return False
     identity = (status.st_dev, status.st_ino)
     if identity in entered:

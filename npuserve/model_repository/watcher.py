@@ -25,7 +25,7 @@ class Changes:
 
     Attributes:
         load: new or modified models.
-        unload: models that were served and are in no repository any more.
+        unload: models the server knows that are in no repository any more.
     """
 
     load: tuple[str, ...]

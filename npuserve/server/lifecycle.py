@@ -12,18 +12,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
-from npuserve.errors import InternalError, InvalidArgumentError, NpuserveError
+from npuserve.errors import (
+    InternalError,
+    InvalidArgumentError,
+    NpuserveError,
+    UnavailableError,
+)
 from npuserve.model_repository import watcher
-from npuserve.model_repository.file_override import remove_files, write_files
+from npuserve.model_repository.file_override import write_files
+from npuserve.server.execution import as_npuserve_error
 from npuserve.server.load_operation import LoadOperation
 from npuserve.server.metadata import ModelIndexEntry
 from npuserve.server.model_entry import ModelEntry, ModelState, VersionStatus
 from npuserve.server.model_factory import ModelFactory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import AsyncIterator, Iterable, Mapping
     from pathlib import Path
 
     from npuserve.backends.registry import BackendRegistry
@@ -127,8 +134,9 @@ class Lifecycle:
         changes = watcher.compare(self._polled, prints, self.entries, scan.problems)
         self._polled = prints
         for name in changes.unload:
-            await self.unload(name)
-            if not self.entries[name].versions:
+            if self.entries[name].in_use:
+                await self.unload(name)
+            else:  # unloaded at an earlier poll
                 del self.entries[name]
         configs = await self._configs(scan, changes.load)
         operation = LoadOperation(self, scan, configs)
@@ -136,16 +144,17 @@ class Lifecycle:
             *(operation.load(name) for name in changes.load), return_exceptions=True
         )
         for name, result in zip(changes.load, results, strict=True):
-            if isinstance(result, BaseException) and not isinstance(result, NpuserveError):
-                logger.error("loading '%s' failed", name, exc_info=result)
-            elif result is None:
+            if result is None:  # else it was reported
                 await self._refresh_dependents(name)
 
     def _fingerprints(self, scan: Scan) -> dict[str, Fingerprint]:
         return {name: self.factory.fingerprint(d) for name, d in scan.models.items()}
 
     async def stop(self) -> None:
-        """Stop all models; each answers what it has accepted first."""
+        """Stop all models; each answers what it has accepted first. No load begins any more."""
+        for entry in list(self.entries.values()):
+            async with entry.lock:
+                pass  # a load that had begun is over
         models = [
             status.model
             for entry in self.entries.values()
@@ -155,8 +164,8 @@ class Lifecycle:
         for model in models:
             model.stop_accepting()
         await asyncio.gather(*map(self._stop_model, models), *self._draining.values())
-        for entry in self.entries.values():
-            self._take_files(entry, None)
+        for path in {model.context.model_dir for model in models}:
+            await asyncio.to_thread(self.factory.release, path)
 
     # ---------------------------------------------------------------- load
 
@@ -173,6 +182,7 @@ class Lifecycle:
             InternalError: the model is in no repository or its configuration cannot be read.
             InvalidArgumentError: a bad name, or a version failed to load; the old ones, if any,
                 go on serving.
+            UnavailableError: the server stops.
         """
         _check_name(name, is_folder=bool(files))
         if files and config_json is None:
@@ -180,9 +190,9 @@ class Lifecycle:
                 f"failed to load '{name}', failed to poll from model repository: Load parameter "
                 "'config' must be specified for model file override"
             )
-        entry = self.entry(name)
-        async with entry.lock:
-            self.entries.setdefault(name, entry)  # a failed call before this one took it out
+        async with self._locked_entry(name) as entry:
+            if self._server.stopping:
+                raise UnavailableError(f"failed to load '{name}', the server is stopping")
             entry.explicit = True
             former = entry.file_override
             known = bool(entry.versions or entry.failure)
@@ -199,14 +209,25 @@ class Lifecycle:
                 operation = LoadOperation(self, scan, configs, forced=bool(override))
                 await operation.load(name, locked=True)
             except BaseException:
-                self._take_files(entry, former)  # what goes on serving keeps them
+                failed, entry.file_override = entry.file_override, former
+                if failed is not None:
+                    await self.free_files(entry, failed)
                 if not known:
                     del self.entries[name]  # a slip of the caller is no failed model
                 raise
-            if entry.file_override is not former and former is not None:
-                remove_files(former)
             entry.override = config_json or ""
         await self._refresh_dependents(name)
+
+    @asynccontextmanager
+    async def _locked_entry(self, name: str) -> AsyncIterator[ModelEntry]:
+        """The entry of a name, made on first use, with its lock held."""
+        while True:
+            entry = self.entry(name)
+            async with entry.lock:
+                # A failed load that was before us may have taken it out.
+                if self.entries.get(name) is entry:
+                    yield entry
+                    return
 
     async def load_one(
         self, entry: ModelEntry, directory: ModelDirectory, loaded: LoadedConfig, forced: bool
@@ -254,15 +275,13 @@ class Lifecycle:
     async def _try_to_make(
         self, entry: ModelEntry, directory: ModelDirectory, loaded: LoadedConfig, version: int
     ) -> Model | NpuserveError:
-        failure: NpuserveError
         logger.info("loading: %s:%d", entry.name, version)
         try:
             return await self.factory.make(directory, loaded, version, entry.namespace)
-        except NpuserveError as error:
-            failure = error
         except Exception as error:
-            logger.exception("loading model '%s' version %d failed", entry.name, version)
-            failure = InternalError(f"{type(error).__name__}: {error}")
+            failure = as_npuserve_error(error)
+            if failure is not error:
+                logger.exception("loading model '%s' version %d failed", entry.name, version)
         logger.error("failed to load '%s' version %d: %s", entry.name, version, failure.reason)
         return failure
 
@@ -321,27 +340,18 @@ class Lifecycle:
                     await self.unload(member, unload_dependents=True)
         await self._unload_dependents(name)
 
-    def _unload_entry(self, entry: ModelEntry) -> None:
+    def _unload_entry(self, entry: ModelEntry, reason: str = _UNLOADED) -> None:
         entry.explicit = False
         entry.failure = ""
         entry.fingerprint = None
         entry.override = ""
-        files, entry.file_override = entry.file_override, None
-        leaving = {status.model for status in entry.versions.values() if status.model is not None}
-        leaving -= set(self._draining)
-
-        def left(model: Model) -> None:
-            leaving.discard(model)
-            if files is not None and not leaving:
-                remove_files(files)
-
+        entry.file_override = None
         for version, status in entry.versions.items():
-            if status.model is None:
-                if status.state is not ModelState.UNLOADING:
-                    entry.versions[version] = VersionStatus(ModelState.UNAVAILABLE, _UNLOADED)
-                continue
-            status.state = ModelState.UNLOADING
-            self._retire(entry, status.model, status, left)
+            if status.model is not None:
+                status.state, status.reason = ModelState.UNLOADING, ""
+                self._retire(entry, status.model, status, reason)
+            elif status.state is not ModelState.UNLOADING:
+                entry.versions[version] = VersionStatus(ModelState.UNAVAILABLE, reason)
         self._server.publish(entry)
 
     def _retire(
@@ -349,33 +359,45 @@ class Lifecycle:
         entry: ModelEntry,
         model: Model,
         status: VersionStatus | None = None,
-        left: Callable[[Model], None] | None = None,
+        reason: str = "",
     ) -> None:
-        """Let the model finish what it has in the background, then free it and call `left`."""
+        """Let the model finish what it has in the background, then free it.
+
+        Args:
+            status, reason: of a version that is unloaded, to be told of the end.
+        """
         if model in self._draining:
             return
         model.stop_accepting()
 
         async def drain() -> None:
             await self._stop_model(model)
-            del self._draining[model]
-            if left is not None:
-                left(model)
             if status is not None:
                 status.model = None
                 if status.state is ModelState.UNLOADING:
-                    status.state, status.reason = ModelState.UNAVAILABLE, _UNLOADED
+                    status.state, status.reason = ModelState.UNAVAILABLE, reason
                     logger.info("successfully unloaded '%s' version %d", model.name, model.version)
-                    await self._release_files(entry, model)
+            async with entry.lock:
+                await self.free_files(entry, model.context.model_dir, freed=model)
+            del self._draining[model]
 
         self._draining[model] = self._server.spawn(
             drain(), name=f"drain {model.name}:{model.version}"
         )
 
-    async def _release_files(self, entry: ModelEntry, model: Model) -> None:
-        async with entry.lock:  # no load is about to use them
-            if not any(status.model for status in entry.versions.values()):
-                await asyncio.to_thread(self.factory.release, model.context.model_dir)
+    async def free_files(self, entry: ModelEntry, path: Path, freed: Model | None = None) -> None:
+        """Remove a model directory that was made for a load, unless it is needed.
+
+        The caller holds the entry's lock, so that no load is about to need it.
+
+        Args:
+            freed: a model that does not count any more.
+        """
+        models = {*self._draining, *(status.model for status in entry.versions.values())}
+        models -= {None, freed}
+        needed = any(model is not None and model.context.model_dir == path for model in models)
+        if not needed and path != entry.file_override:
+            await asyncio.to_thread(self.factory.release, path)
 
     async def _stop_model(self, model: Model) -> None:
         try:
@@ -412,9 +434,7 @@ class Lifecycle:
             except NpuserveError as error:
                 logger.error("ensemble '%s' no longer fits: %s", entry.name, error)
                 async with entry.lock:
-                    self._unload_entry(entry)
-                    for status in entry.versions.values():
-                        status.reason = error.reason
+                    self._unload_entry(entry, error.reason)
                 await self._unload_dependents(entry.name)
 
     # ---------------------------------------------------------------- repository
@@ -480,8 +500,8 @@ class Lifecycle:
                 loaded = await asyncio.to_thread(
                     self.factory.load_config, directory, (overrides or {}).get(name)
                 )
-            except NpuserveError as error:
-                self.entry(name).failure = error.reason
+            except (NpuserveError, OSError) as error:  # the latter: replaced at this moment
+                self.entry(name).failure = as_npuserve_error(error).reason
                 logger.error("failed to poll model '%s': %s", name, error)
                 continue
             configs[name] = loaded
@@ -495,12 +515,6 @@ class Lifecycle:
         if entry.file_override is not None:
             scan.models[entry.name] = self.factory.directory_of(entry.name, entry.file_override)
             scan.problems.pop(entry.name, None)
-
-    def _take_files(self, entry: ModelEntry, directory: Path | None) -> None:
-        """Make `directory` the one of the entry's files and remove the one before."""
-        former, entry.file_override = entry.file_override, directory
-        if former is not None and former is not directory:
-            remove_files(former)
 
     def entry(self, name: str) -> ModelEntry:
         """What is known of a name; made on first use."""

@@ -11,6 +11,7 @@ import logging
 from typing import TYPE_CHECKING, NoReturn
 
 from npuserve.errors import InternalError, InvalidArgumentError, NpuserveError
+from npuserve.server.execution import as_npuserve_error
 from npuserve.server.model_entry import ModelEntry, ModelState, VersionStatus
 
 if TYPE_CHECKING:
@@ -50,15 +51,28 @@ class LoadOperation:
         future = self._running[name] = asyncio.get_running_loop().create_future()
         try:
             await self._load(name, locked)
-        except NpuserveError as error:
-            future.set_exception(error)
+        except Exception as error:
+            failure = as_npuserve_error(error)
+            if failure is not error:
+                logger.exception("loading '%s' failed", name)
+                self._lifecycle.entry(name).failure = failure.reason
+            future.set_exception(failure)
             future.exception()  # a load that nobody else waits for is no unhandled error
-            raise
+            await self._free_files(name, locked)
+            raise failure from error
         except BaseException:
             future.cancel()
             raise
         future.set_result(None)
         return None
+
+    async def _free_files(self, name: str, locked: bool) -> None:
+        directory, entry = self._scan.models.get(name), self._lifecycle.entry(name)
+        if directory is not None and locked:
+            await self._lifecycle.free_files(entry, directory.path)
+        elif directory is not None:
+            async with entry.lock:
+                await self._lifecycle.free_files(entry, directory.path)
 
     async def _load(self, name: str, locked: bool) -> None:
         entry = self._lifecycle.entry(name)

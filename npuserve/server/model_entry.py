@@ -69,3 +69,8 @@ class ModelEntry:
     def loaded(self) -> bool:
         """Whether any version is READY."""
         return any(status.state is ModelState.READY for status in self.versions.values())
+
+    @property
+    def in_use(self) -> bool:
+        """Whether any version has a model, be it one that still answers its last requests."""
+        return any(status.model is not None for status in self.versions.values())

@@ -80,7 +80,7 @@ class ModelFactory:
 
     @staticmethod
     def release(path: Path) -> None:
-        """Free the local copy of a model in a cloud, which nobody serves from any more."""
+        """Remove a model directory that was made for a load; any other one is left alone."""
         model_repository.release(path)
 
     @staticmethod

@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 
-from npuserve.errors import InternalError, InvalidArgumentError
+from npuserve.errors import InternalError, InvalidArgumentError, NpuserveError
 from npuserve.model_repository import (
     ModelDirectory,
     Scan,
     cloud,
     fingerprint,
     load_config,
+    release,
     scan,
     select_versions,
 )
@@ -181,16 +182,16 @@ def test_a_change_in_the_store_changes_the_fingerprint(store: Store) -> None:
 
 
 def test_a_serving_copy_is_not_changed_by_the_next_one(store: Store) -> None:
-    """The old version keeps its files while the new one is loaded; older copies go."""
+    """The old version keeps its files while the new one is loaded, and until it is released."""
     paths = []
     for size in (1, 2, 3):
         store.put("m/1/data", b"x" * size)
         directory = model(store)
         load_config(directory, OPTIONS)
         paths.append(directory.path)
+    assert [(path / "1" / "data").read_bytes() for path in paths] == [b"x", b"xx", b"xxx"]
+    release(paths[0])
     assert [path.exists() for path in paths] == [False, True, True]
-    assert (paths[1] / "1" / "data").read_bytes() == b"xx"
-    assert (paths[2] / "1" / "data").read_bytes() == b"xxx"
 
 
 def test_an_unchanged_model_is_copied_once(store: Store) -> None:
@@ -252,6 +253,25 @@ async def test_an_unloaded_model_leaves_no_copy(store: Store, tmp_path: Path) ->
             assert not copies(tmp_path)
             await server.load_model("m")
         assert len(copies(tmp_path)) == 2
+
+
+async def test_reloads_that_fail_leave_the_copy_that_serves(store: Store, tmp_path: Path) -> None:
+    """However many there are, and nothing of their own; the old copy goes with a good one."""
+    options = ServerOptions(
+        model_repository=(store.url,), model_control_mode="explicit", load_model=("m",)
+    )
+    async with InferenceServer(options) as server:
+        served = server.model("m").context.model_dir
+        for broken in (b"backend:", b'backend: "none"', b'backend: "identity" max_batch_size: -1'):
+            store.put("m/config.pbtxt", broken)
+            with pytest.raises(NpuserveError):
+                await server.load_model("m")
+            assert [path.parent.parent for path in copies(tmp_path)] == [served]
+        store.put("m/config.pbtxt", CONFIG + b" # good")
+        await server.load_model("m")
+        await asyncio.gather(*server.lifecycle._draining.values())
+        served = server.model("m").context.model_dir
+        assert [path.parent.parent for path in copies(tmp_path)] == [served]
 
 
 def copies(root: Path) -> list[Path]:

@@ -61,6 +61,8 @@ def test_a_name_that_no_folder_can_have_is_refused(temporary: Path, name: str) -
 
 
 def test_no_other_folder_is_ever_removed(temporary: Path) -> None:
-    """Whatever path comes in."""
-    remove_files(temporary / "of-others")
-    assert (temporary / "of-others").is_dir()
+    """Whatever path comes in, and whatever its name."""
+    for folder in (temporary / "of-others", temporary / "npuserve-load-1" / "m"):
+        folder.mkdir(parents=True, exist_ok=True)
+        remove_files(folder)
+        assert folder.is_dir()

@@ -291,6 +291,7 @@ async def test_a_load_that_fails_leaves_no_files(
         assert server.model("new").context.model_dir == model_dir
         assert everything_below(temporary) == before
         await server.load_model("new", CONFIG_JSON, {"1/x": b"newer"})
+        await asyncio.gather(*server.lifecycle._draining.values())
         assert not model_dir.exists()
         assert (server.model("new").context.model_dir / "1" / "x").read_bytes() == b"newer"
     assert everything_below(temporary) == []
