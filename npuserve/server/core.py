@@ -78,8 +78,8 @@ class InferenceServer:
         self.cache = create_cache(options)
         self.rate_limiter = RateLimiter.from_options(options)
         self.card_load: Counter[int] = Counter()  # batches in flight by NPU card, over all models
-        self.custom_metrics = CustomMetrics()
         self.metrics = ServerMetrics(self)
+        self.custom_metrics = CustomMetrics(self.metrics.kinds)
         self.tracer = Tracer(options)
         self.lifecycle = Lifecycle(self)
         self.stopping = False

@@ -19,7 +19,7 @@ from prometheus_client import Metric
 from npuserve.errors import AlreadyExistsError, InvalidArgumentError, NotFoundError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
 KINDS = ("COUNTER", "GAUGE", "HISTOGRAM")
 _METRIC_NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
@@ -60,10 +60,14 @@ class CustomMetrics:
 
     Every method raises InvalidArgumentError (AlreadyExistsError, NotFoundError) with the text a
     model author sees.
+
+    Args:
+        server_kinds: gives the kinds of the server's own families by name. A model may add series
+            to one of them, as in Triton, but not give it another kind.
     """
 
-    def __init__(self, reserved: Sequence[str] = ()) -> None:
-        self._reserved = frozenset(reserved)
+    def __init__(self, server_kinds: Callable[[], Mapping[str, str]] = dict) -> None:
+        self._server_kinds = server_kinds
         self._families: dict[str, _Family] = {}
         self._family_handles: dict[int, _Family] = {}
         self._metric_handles: dict[int, _MetricHandle] = {}
@@ -81,14 +85,12 @@ class CustomMetrics:
             raise InvalidArgumentError(f"unknown metric kind '{kind}', known: {', '.join(KINDS)}")
         if not _METRIC_NAME.fullmatch(name):
             raise InvalidArgumentError(f"Invalid metric name '{name}'")
-        if name in self._reserved:
-            raise AlreadyExistsError(f"the name '{name}' belongs to the server's own metrics")
         family = self._families.get(name)
+        known = family.kind if family is not None else self._server_kinds().get(name, kind)
+        if known != kind:
+            raise AlreadyExistsError(f"Metric family '{name}' already exists with kind {known}")
         if family is None:
             family = self._families[name] = _Family(name, description, kind)
-        elif family.kind != kind:
-            text = f"Metric family '{name}' already exists with kind {family.kind}"
-            raise AlreadyExistsError(text)
         family.references += 1
         handle = next(self._handles)
         self._family_handles[handle] = family

@@ -66,7 +66,7 @@ class MetricsConfig:
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, str]) -> MetricsConfig:
-        """Read the settings; unknown values are logged and left at their default."""
+        """Read the settings; a quantile that cannot be read is logged and left out."""
         quantiles = []
         for pair in settings.get("summary_quantiles", _DEFAULT_QUANTILES).split(","):
             quantile, colon, _ = pair.partition(":")
@@ -76,8 +76,10 @@ class MetricsConfig:
                     "<quantile>:<error>",
                     pair,
                 )
-                continue
-            quantiles.append(float(quantile))
+            elif (fraction := _fraction(quantile)) is None:
+                logger.error("Invalid option: [%s]. A quantile is a number from 0 to 1", pair)
+            else:
+                quantiles.append(fraction)
         return cls(
             counter_latencies=_flag(settings, "counter_latencies", True),
             summary_latencies=_flag(settings, "summary_latencies", False),
@@ -215,7 +217,19 @@ class ServerMetrics:
     # ---------------------------------------------------------------- what a scrape sees
 
     def collect(self) -> Iterator[Metric]:
-        """All families, Triton's first."""
+        """All families, Triton's first; what models add to one of these is in it."""
+        custom = {family.name: family for family in self._server.custom_metrics.collect()}
+        for family in self._own_families():
+            if family.name in custom:
+                family.samples += custom.pop(family.name).samples
+            yield family
+        yield from custom.values()
+
+    def kinds(self) -> dict[str, str]:
+        """Kinds of the families that are there without any model's, by name."""
+        return {family.name: family.type.upper() for family in self._own_families()}
+
+    def _own_families(self) -> Iterator[Metric]:
         yield from self._request_families()
         for counter in COUNTERS:
             yield self._counter_family(counter)
@@ -236,7 +250,6 @@ class ServerMetrics:
             yield from self._npus.collect()
         if isinstance(self._server.cache, LocalStore):
             yield from _local_cache_families(self._server.cache)
-        yield from self._server.custom_metrics.collect()
 
     def _request_families(self) -> Iterator[Metric]:
         yield self._counter_family(SUCCESS)
@@ -348,6 +361,15 @@ def _key(model: Model) -> tuple[str, str, int]:
 
 def _caching(model: Model) -> bool:
     return model.config.response_cache.enable
+
+
+def _fraction(text: str) -> float | None:
+    """The number from 0 to 1, None if the text is none."""
+    try:
+        number = float(text)
+    except ValueError:
+        return None
+    return number if 0 <= number <= 1 else None
 
 
 def _flag(settings: Mapping[str, str], key: str, default: bool) -> bool:

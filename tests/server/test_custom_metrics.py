@@ -66,14 +66,15 @@ def test_families_and_series_are_shared_and_counted() -> None:
 
 def test_another_kind_under_the_same_name_is_refused() -> None:
     """A family keeps its kind, and its first description."""
-    metrics = CustomMetrics(reserved=["nv_inference_count"])
+    metrics = CustomMetrics(lambda: {"nv_inference_count": "COUNTER"})
     metrics.create_family("m", "M", "GAUGE")
     metrics.create_family("m", "another text", "GAUGE")
     assert text(metrics) == ["# HELP m M", "# TYPE m gauge"]
     with pytest.raises(AlreadyExistsError):
         metrics.create_family("m", "M", "COUNTER")
-    with pytest.raises(AlreadyExistsError, match="the server's own"):
-        metrics.create_family("nv_inference_count", "M", "COUNTER")
+    metrics.create_family("nv_inference_count", "M", "COUNTER")
+    with pytest.raises(AlreadyExistsError, match="'nv_inference_count' already exists with kind"):
+        metrics.create_family("nv_inference_count", "M", "GAUGE")
 
 
 @pytest.mark.parametrize(

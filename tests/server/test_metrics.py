@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from npuserve.errors import AlreadyExistsError
 from npuserve.protocol.prometheus import exposition, format_value, render
 from npuserve.server.core import InferenceServer
 from npuserve.server.machine import Machine
@@ -335,6 +336,30 @@ def test_utilisation_is_the_share_of_busy_ticks(tmp_path: Path) -> None:
 def test_values_are_written_as_triton_does(value: float, text: str) -> None:
     """Whole numbers have no fraction."""
     assert format_value(value) == text
+
+
+async def test_a_model_may_add_series_to_a_family_of_the_server(tmp_path: Path) -> None:
+    """They are shown in the one family there is of the name; another kind is refused."""
+    write_model(tmp_path, "m")
+    async with serve(tmp_path) as server:
+        family = server.custom_metrics.create_family("nv_inference_count", "mine", "COUNTER")
+        metric = server.custom_metrics.create_metric(family, {"own": "yes"})
+        server.custom_metrics.increment(metric, 3)
+        (shown,) = [each for each in server.metrics.collect() if each.name == "nv_inference_count"]
+        assert [(s.labels, s.value) for s in shown.samples] == [
+            ({"model": "m", "version": "1"}, 0),
+            ({"own": "yes"}, 3),
+        ]
+        with pytest.raises(AlreadyExistsError, match="with kind COUNTER"):
+            server.custom_metrics.create_family("nv_inference_exec_count", "mine", "GAUGE")
+
+
+@pytest.mark.parametrize("quantile", ["high", "", "1.5", "-0.5", "nan"])
+def test_a_quantile_that_is_none_is_logged(quantile: str, caplog: pytest.LogCaptureFixture) -> None:
+    """It is left out, and the server starts."""
+    settings = {"summary_quantiles": f"0:0.1,.5:0.05,{quantile}:0.1,0.999:0.001,1.0:0"}
+    assert MetricsConfig.from_settings(settings).quantiles == (0, 0.5, 0.999, 1)
+    assert f"Invalid option: [{quantile}:0.1]" in caplog.text
 
 
 def test_a_bad_quantile_is_logged(caplog: pytest.LogCaptureFixture) -> None:
