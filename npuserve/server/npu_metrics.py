@@ -49,7 +49,8 @@ class CardMetrics:
     temperature: float | None = None
 
 
-_PAIR_OR_WORD = re.compile(r"(\d+)\s*/\s*(\d+)|(\S+)")
+_PAIR_OR_WORD = re.compile(r"(\d+)\s*/\s*(\d+)|(\S+)", re.ASCII)
+_PAIR = re.compile(r"(\d+)/(\d+)", re.ASCII)
 
 
 def parse_npu_smi(table: str) -> list[CardMetrics]:
@@ -116,9 +117,9 @@ def _values(header: Sequence[str], cell: str) -> dict[str, str]:
 def _memory(values: dict[str, str]) -> tuple[int | None, int | None]:
     """(used, total) bytes: HBM where there is any, else DDR. npu-smi's MB are MiB."""
     for column in ("HBM-Usage(MB)", "Memory-Usage(MB)"):
-        used, slash, total = values.get(column, "").partition("/")
-        if slash and int(total) > 0:
-            return int(used) * _MIB, int(total) * _MIB
+        pair = _PAIR.fullmatch(values.get(column, ""))
+        if pair is not None and int(pair[2]) > 0:
+            return int(pair[1]) * _MIB, int(pair[2]) * _MIB
     return None, None
 
 
@@ -180,10 +181,6 @@ class NpuMetrics:
         """Stop refreshing. Does not wait for a reading that is under way."""
         self._stopping.set()
 
-    def snapshot(self) -> list[CardMetrics]:
-        """The last states, [] before the first reading. Never blocks."""
-        return self._cards
-
     def name_of(self, card: int) -> str:
         """The uuid of a card that this process sees, "" if it is not known. May block.
 
@@ -213,13 +210,17 @@ class NpuMetrics:
 
     def _run(self) -> None:
         former = time.monotonic()
+        reported = False
         while not self._stopping.is_set():
             now = time.monotonic()
             try:
                 self.refresh(now - former)
-            except (OSError, subprocess.SubprocessError) as error:
-                logger.warning("npu-smi does not answer, NPU metrics are off: %s", error)
+                reported = False
+            except Exception as error:  # of the program; or its table is like no other
                 self._cards = []
+                if not reported:
+                    logger.warning("npu-smi does not answer, NPU metrics are off: %r", error)
+                reported = True
             finally:
                 self._has_read.set()
             former = now

@@ -96,7 +96,7 @@ def test_cards_of_other_processes_are_left_out(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "1")
     metrics = NpuMetrics(read=lambda: parse_npu_smi(DUAL_DIE))
     metrics.refresh()
-    assert [card.uuid for card in metrics.snapshot()] == ["NPU-0000:9F:00.0"]
+    assert [metrics.known_name(card) for card in (0, 1)] == ["NPU-0000:9F:00.0", ""]
 
 
 def test_reading_happens_in_the_background() -> None:
@@ -111,10 +111,9 @@ def test_reading_happens_in_the_background() -> None:
     metrics = NpuMetrics(interval_s=0.001, read=read)
     metrics.start()
     assert reading.wait(5)
-    assert metrics.snapshot() == []
+    assert list(metrics.collect()) == []
     release.set()
-    while not metrics.snapshot():
-        assert reading.wait(5)
+    assert metrics.name_of(0) == "NPU-0000:03:00.0"
     metrics.stop()
 
 
@@ -140,18 +139,19 @@ def test_the_name_of_a_card_waits_for_the_first_reading() -> None:
     metrics.stop()
 
 
-def test_a_failing_npu_smi_is_survived() -> None:
-    """Metrics go away and come back."""
-    answers: list[Exception | list[CardMetrics]] = [
-        subprocess.TimeoutExpired("npu-smi", 1),
-        parse_npu_smi(NO_HBM),
-    ]
+@pytest.mark.parametrize("failure", [subprocess.TimeoutExpired("npu-smi", 1), IndexError("row")])
+def test_a_failing_npu_smi_is_survived(
+    failure: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Metrics go away and come back, also after a table like no other; it is said once."""
+    answers: list[Exception | list[CardMetrics]] = [failure, failure, parse_npu_smi(NO_HBM)]
     done = threading.Event()
 
     def read() -> list[CardMetrics]:
-        answer = answers.pop(0) if answers else []
         if not answers:
             done.set()
+            return []
+        answer = answers.pop(0)
         if isinstance(answer, Exception):
             raise answer
         return answer
@@ -160,6 +160,18 @@ def test_a_failing_npu_smi_is_survived() -> None:
     metrics.start()
     assert done.wait(5)
     metrics.stop()
+    assert metrics.known_name(0) == "NPU-0000:03:00.0"
+    assert len(caplog.records) == 1
+    assert repr(failure) in caplog.text
+
+
+@pytest.mark.parametrize("cell", ["NA / NA", "NA/NA", "-/-", "- / 65536"])
+def test_memory_that_a_card_does_not_tell_is_none(cell: str) -> None:
+    """Whatever stands in its place."""
+    table = DUAL_DIE.replace("2894/65536   ", cell)
+    assert table != DUAL_DIE
+    second = parse_npu_smi(table)[1]
+    assert (second.memory_used_bytes, second.utilization) == (None, 0.4)
 
 
 @pytest.mark.parametrize("soc", ["Ascend910B3", "Ascend310P3"])
