@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from npuserve.server.latency import Histogram, LatencySummaries
 
 
+# Streams may be endless, so that the index of a response needs a bound.
+_MAX_RESPONSES = 10_000
+
+
 class FailureReason(StrEnum):
     """Label `reason` of nv_inference_request_failure."""
 
@@ -216,7 +220,8 @@ class ModelStatistics:
             from the cache, rejected, of an ensemble.
         last_inference_ms: wall clock of the last execution, ms since the epoch; 0 before.
         batch: executions by batch size.
-        responses: of a decoupled model, by the index of the response in its request.
+        responses: of a decoupled model, by the index of the response in its request; the last
+            entry there may be has all that come after it, too.
         memory_usage: as reported by the backend.
         pending: requests accepted and not yet executing.
         first_response: time until the first response in ms, None unless it is switched on.
@@ -278,6 +283,8 @@ class ModelStatistics:
         (entry.cancel if cancelled else entry.empty_response).add(infer_ns)
 
     def _response_entry(self, index: int) -> ResponseStatistics:
+        # Differs from Triton: it has an entry for every index, until the memory is full.
+        index = min(index, _MAX_RESPONSES - 1)
         entry = self.responses.get(index)
         if entry is None:
             entry = self.responses[index] = ResponseStatistics()

@@ -57,6 +57,16 @@ def test_responses_of_decoupled_models_are_counted_by_index() -> None:
     assert statistics.responses[3].cancel.ns == 9
 
 
+def test_an_endless_stream_takes_bounded_memory() -> None:
+    """Responses far beyond the others are counted together."""
+    statistics = ModelStatistics()
+    for index in range(20_000):
+        statistics.response(index, 5, 1, failed=False)
+    assert len(statistics.responses) == 10_000
+    assert statistics.responses[0].success.count == 1
+    assert statistics.responses[9_999].success.count == 10_001
+
+
 def test_quantiles_are_exact_for_few_values() -> None:
     """With a thousand values the quantiles are those of the sorted list."""
     summary = SlidingSummary()
