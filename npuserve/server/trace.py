@@ -280,12 +280,6 @@ class Tracer:
             self._update_global(parsed)
         self._refresh()
 
-    def forget(self, model: str) -> None:
-        """Drop the settings of a model that was unloaded."""
-        self._overrides.pop(model, None)
-        self._samplers.pop(model, None)
-        self._refresh()
-
     def _update_global(self, parsed: Mapping[str, object]) -> None:
         values = {
             field: getattr(self._start_up, field) if value is None else value

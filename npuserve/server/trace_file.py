@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
+from npuserve.errors import NpuserveError
+
 if TYPE_CHECKING:
     from npuserve.server.trace import Trace
     from npuserve.tensor import Tensor
@@ -53,11 +55,11 @@ class TraceFile:
 
 
 def write_traces(path: str, traces: list[Trace]) -> None:
-    """Write one file; a failure is logged."""
+    """Write one file; a failure is logged, as nobody looks at the outcome of the thread."""
     try:
         Path(path).write_bytes(orjson.dumps([part for t in traces for part in trace_parts(t)]))
-    except OSError as error:
-        logger.error("failed to write the trace file %s: %s", path, error)
+    except Exception as error:
+        logger.error("failed to write the trace file %s: %r", path, error)
 
 
 def trace_parts(trace: Trace) -> list[dict[str, Any]]:
@@ -80,13 +82,20 @@ def trace_parts(trace: Trace) -> list[dict[str, Any]]:
 
 
 def _tensor(tensor: Tensor) -> dict[str, str]:
-    values = (
-        value.decode(errors="replace") if isinstance(value, bytes) else str(value)
-        for value in tensor.as_numpy().reshape(-1).tolist()
-    )
     return {
         "name": tensor.name,
-        "data": ",".join(values),
+        "data": _data(tensor),
         "shape": ",".join(str(dim) for dim in tensor.shape),
         "dtype": str(tensor.datatype),
     }
+
+
+def _data(tensor: Tensor) -> str:
+    try:
+        values = tensor.as_numpy().reshape(-1).tolist()
+    except NpuserveError as error:  # the model wrote something else
+        return str(error)
+    return ",".join(
+        value.decode(errors="replace") if isinstance(value, bytes) else str(value)
+        for value in values
+    )

@@ -8,7 +8,7 @@ import select
 import socket
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -16,8 +16,10 @@ from npuserve.errors import InvalidArgumentError, NpuserveError, UnsupportedErro
 from npuserve.flag_values import TraceOptions
 from npuserve.options import ServerOptions
 from npuserve.request import InferenceRequest
-from npuserve.server.trace import TraceContext, Tracer
-from npuserve.server.trace_settings import SettingValue
+from npuserve.server.trace import Trace, TraceContext, Tracer
+from npuserve.server.trace_file import write_traces
+from npuserve.server.trace_settings import SettingValue, TraceSettings
+from npuserve.tensor import Tensor
 from tests.server.models import infer, serve, write_model
 
 
@@ -171,6 +173,30 @@ async def test_tensors_are_written_with_their_values(tmp_path: Path) -> None:
         "name": "X", "data": "1.0,1.0", "shape": "1,2", "dtype": "FP32"
     }  # fmt: skip
     assert not any("timestamps" in part for part in parts)
+
+
+def test_a_tensor_that_is_none_spoils_no_file(tmp_path: Path) -> None:
+    """What a model wrote wrongly is named in its place; the other traces are there."""
+    traces = []
+    for number, data in enumerate((b"\x09\0\0\0cut", b"\x03\0\0\0all")):
+        request = InferenceRequest("m", {}, lambda *_: None)
+        trace = Trace(number, None, request, TraceSettings(), cast("Any", None))
+        trace.tensors.append(("TENSOR_BACKEND_OUTPUT", Tensor("Y", "BYTES", (1,), data)))
+        traces.append(trace)
+    write_traces(str(tmp_path / "trace.json"), traces)
+    parts = json.loads((tmp_path / "trace.json").read_text())
+    shown = [part["tensor"]["data"] for part in parts if "tensor" in part]
+    assert shown[1] == "all"
+    assert "incomplete" in shown[0]
+
+
+def test_a_trace_that_cannot_be_written_is_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody would learn of it otherwise."""
+    request = InferenceRequest("m", {}, lambda *_: None, id="\ud800")
+    write_traces(str(tmp_path / "t"), [Trace(1, None, request, TraceSettings(), cast("Any", None))])
+    assert "failed to write the trace file" in caplog.text
 
 
 async def test_members_of_an_ensemble_are_children(tmp_path: Path) -> None:
