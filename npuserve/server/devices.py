@@ -46,7 +46,7 @@ def visible_positions(count: int, visible: str | None) -> tuple[int, ...]:
         return tuple(range(count))
     positions: list[int] = []
     for entry in visible.split(","):
-        if not entry.isdigit() or int(entry) >= count:
+        if not entry.isdecimal() or int(entry) >= count:
             logger.warning(
                 "%s=%s: '%s' is no card (there are %d); it and what follows is not used",
                 VISIBLE_DEVICES, visible, entry, count,

@@ -211,7 +211,7 @@ def create_cache(
 
 
 def _checked_size(text: str) -> int:
-    if not text.isdigit() or not int(text):
+    if not text.isdecimal() or not int(text):
         raise InvalidArgumentError(
             f"--cache-config=local,size=<bytes> must be a positive number, got '{text}'"
         )

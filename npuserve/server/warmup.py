@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from npuserve.backends.base import settle
 from npuserve.errors import InternalError, InvalidArgumentError, InvalidConfigError, NpuserveError
 from npuserve.model_config import datatype_name
 from npuserve.request import InferenceRequest
@@ -95,7 +96,7 @@ class _WarmupBatch:
         if final:
             self._open -= 1
             if not self._open:
-                self._ended.set_result(None)
+                settle(self._ended, None)
 
 
 def sample_inputs(sample: Any, model_dir: Path, batching: bool) -> list[Tensor]:

@@ -40,7 +40,15 @@ def test_visible_devices_are_renumbered(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize(
     ("visible", "positions"),
-    [(None, [0, 1, 2]), ("1", [1]), ("0,2", [0, 2]), ("2,1", [2]), ("0,9,1", [0]), ("", [])],
+    [
+        (None, [0, 1, 2]),
+        ("1", [1]),
+        ("0,2", [0, 2]),
+        ("2,1", [2]),
+        ("0,9,1", [0]),
+        ("²", []),
+        ("", []),
+    ],
 )
 def test_what_the_variable_leaves(
     visible: str | None, positions: list[int], caplog: pytest.LogCaptureFixture

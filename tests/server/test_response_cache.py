@@ -184,6 +184,7 @@ def test_a_packed_response_is_the_same() -> None:
     ("settings", "message"),
     [
         ({"local": {"size": "0"}}, "size=<bytes> must be a positive number"),
+        ({"local": {"size": "²"}}, "size=<bytes> must be a positive number"),
         ({"local": {"size": "9" * 18}}, "is more than the [0-9]+ bytes of this machine"),
         ({"local": {"size": "1"}, "redis": {}}, "only a single cache is currently supported"),
         ({"redis": {}}, "needs host"),

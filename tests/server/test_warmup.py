@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +11,11 @@ import numpy as np
 import pytest
 from google.protobuf import text_format
 
+from npuserve.backends.base import ExecutionBatch
+from npuserve.backends.identity import IdentityInstance
 from npuserve.errors import InvalidArgumentError, NpuserveError
 from npuserve.model_config import ModelConfig
+from npuserve.response import InferenceResponse
 from npuserve.server.warmup import sample_inputs
 from npuserve.tensor import Tensor
 from tests.server.models import serve, write_model
@@ -53,6 +58,30 @@ async def test_a_failing_sample_fails_the_load(tmp_path: Path) -> None:
         assert "sam" in entry.reason
         with pytest.raises(NpuserveError, match="sam"):
             await server.load_model("m")
+
+
+async def test_a_load_may_be_given_up_while_a_sample_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The sample ends for nobody, without a word."""
+    write_model(tmp_path, "m", WARMUP)
+    async with serve(tmp_path, load_model=()) as server:
+        loop, goes_on, started = server.loop, threading.Event(), asyncio.Event()
+
+        def execute(instance: IdentityInstance, batch: ExecutionBatch) -> None:
+            loop.call_soon_threadsafe(started.set)
+            assert goes_on.wait(5)
+            for request in batch.requests:
+                batch.send(request, InferenceResponse([]))
+
+        monkeypatch.setattr(IdentityInstance, "execute", execute)
+        async with asyncio.TaskGroup() as group:
+            load = group.create_task(server.load_model("m"))
+            await started.wait()
+            load.cancel()
+            loop.call_soon(goes_on.set)
+        assert load.cancelled()
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
 @pytest.mark.parametrize("datatype", ["BOOL", "INT8", "UINT64", "FP16", "FP32", "FP64", "BF16"])
