@@ -18,7 +18,7 @@ that the simulated `atc` makes; onnxruntime executes them.
     media_*.py himpi_*.py   `acl.media` and `acl.himpi`: pictures and video
     pictures.py image_files.py video_stream.py   their pixels, files and streams
     runtime.py    a process's state    atc*.py npu_smi.py ais_bench.py   the other stand-ins
-    telemetry.py  numbers for npu-smi
+    telemetry.py  numbers for npu-smi    __main__.py   a program on the machine
 """
 
 from __future__ import annotations

@@ -363,6 +363,9 @@ def compile_model(*arguments: str) -> Path:
 
 def main() -> NoReturn:
     """The command."""
+    if "--help" in sys.argv[1:]:
+        print(__doc__, "\nFlags: " + " ".join(f"--{name}" for name in sorted(_FLAGS)))  # noqa: T201
+        sys.exit(0)
     print("ATC start working now, please wait for a moment.")  # noqa: T201 - it is a command
     try:
         compile_model(*sys.argv[1:])

@@ -16,8 +16,12 @@ from npuserve.testing.simulator.om_file import NUMPY_BY_ACL, OmDescription, OmIn
 
 @lru_cache(maxsize=64)
 def _session(digest: bytes, onnx: bytes) -> Any:
-    import onnxruntime
-
+    try:
+        import onnxruntime
+    except ImportError as error:
+        raise ImportError(
+            f"the NPU simulator needs onnxruntime ({error}): pip install 'npuserve[npu-sim]'"
+        ) from error
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 1
     options.log_severity_level = 3

@@ -84,6 +84,8 @@ def _load(runtime: Runtime, content: bytes, call: str, own_memory: tuple[int, in
         )
     try:
         engine = Engine(description, onnx)
+    except ImportError as error:
+        raise RefusedError(545003, str(error)) from error
     except Exception as error:
         raise RefusedError(545003, f"the weights are damaged: {error}") from error
     memory = context.card.memory

@@ -119,7 +119,10 @@ def decode(content: bytes) -> tuple[OmDescription, bytes]:
     """
     start = len(MAGIC)
     if not content.startswith(MAGIC) or len(content) < start + _LENGTH.size:
-        raise ValueError("not a model file of the NPU simulator")
+        raise ValueError(
+            "not a model file of the NPU simulator: it runs what its own atc made "
+            "(python -m npuserve.testing.simulator atc …), and model.onnx with the backend ge"
+        )
     (length,) = _LENGTH.unpack_from(content, start)
     start += _LENGTH.size
     try:

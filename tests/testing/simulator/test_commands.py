@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from npuserve.testing.simulator import simulate
+from npuserve.testing.simulator import engine, simulate
 from npuserve.testing.simulator.atc import AtcError, compile_model, parse_aipp, parse_gears
 from npuserve.testing.simulator.om_file import decode
 from npuserve.testing.simulator.runtime import Runtime
@@ -44,6 +44,13 @@ def test_atc_fails_with_a_code(machine: Runtime, tmp_path: Path) -> None:
     assert result.returncode != 0
     assert "ATC run failed" in result.stdout
     assert "E10001" in result.stdout
+
+
+def test_atc_explains_itself() -> None:
+    """Its error text says to try that."""
+    result = run(sys.executable, "-m", "npuserve.testing.simulator.atc", "--help")
+    assert result.returncode == 0
+    assert "--dynamic_batch_size" in result.stdout
 
 
 @pytest.mark.parametrize(
@@ -216,6 +223,48 @@ def test_the_environment_describes_the_machine(monkeypatch: pytest.MonkeyPatch) 
     )
     monkeypatch.setenv("NPUSERVE_SIMULATOR", '{"device_ms": 5, "soc_name": "Ascend310P3"}')
     assert run(sys.executable, "-c", code).stdout.split() == ["5", "Ascend310P3", "3"]
+
+
+def test_a_program_runs_on_the_simulated_machine(tmp_path: Path) -> None:
+    """As it is: its arguments, the cards it sees and its exit code."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import sys, acl\n"
+        "acl.init()\n"
+        "print(acl.rt.get_device_count()[0], *sys.argv[1:])\n"
+        "acl.finalize()\n"
+        "sys.exit(3)\n"
+    )
+    simulator = (sys.executable, "-m", "npuserve.testing.simulator", "--cards=2")
+    result = run(*simulator, str(program), "-x", "--cards=5")
+    assert (result.returncode, result.stdout.split()) == (3, ["2", "-x", "--cards=5"])
+    assert "910B3" in run(*simulator, "npu-smi", "info").stdout
+    assert "no-such-program cannot be started" in run(*simulator, "no-such-program").stderr
+
+
+def test_a_model_file_of_cann_is_told_from_a_damaged_one() -> None:
+    """Who brings one learns what the simulator takes instead."""
+    with pytest.raises(ValueError, match=r"its own atc made .* model\.onnx with the backend ge"):
+        decode(b"IMOD" + bytes(252))
+
+
+def test_without_onnxruntime_the_extra_is_named(
+    machine: Runtime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By atc and at the load; a model is not called damaged for it."""
+    om = compile_om(affine(tmp_path, [2, 3])) / "1" / "model.om"
+    onnx = affine(tmp_path / "other", [2, 5]) / "1" / "model.onnx"
+    acl = __import__("acl")
+    acl.init()
+    acl.rt.set_device(0)
+    engine._session.cache_clear()
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    assert acl.mdl.load_from_file(str(om))[1] == 545003
+    assert "pip install 'npuserve[npu-sim]'" in acl.get_recent_err_msg()
+    with pytest.raises(AtcError, match="npu-sim"):
+        compile_model(
+            "--framework=5", f"--model={onnx}", f"--output={tmp_path}/m", f"--soc_version={SOC}"
+        )
 
 
 def test_the_trace_is_written_at_exit(tmp_path: Path) -> None:
