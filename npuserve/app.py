@@ -82,7 +82,7 @@ async def serve(options: ServerOptions) -> int:
     try:
         async with InferenceServer(options) as server:
             for number in (signal.SIGINT, signal.SIGTERM):
-                loop.add_signal_handler(number, stop.set)
+                loop.add_signal_handler(number, _stop, number, stop)
             log.print_startup_tables(server)
             if server.lifecycle.failed_startup and options.exit_on_error:
                 raise InternalError("failed to load all models")
@@ -96,7 +96,8 @@ async def serve(options: ServerOptions) -> int:
                 await stop.wait()
                 server.stopping = True
                 logger.info("Waiting for in-flight requests to complete.")
-                expiry = loop.call_later(options.exit_timeout_secs, _exit_now)
+                _report_in_flight(server, options.exit_timeout_secs)
+                expiry = loop.call_later(options.exit_timeout_secs, _exit_now, server)
     except asyncio.CancelledError:
         logger.info("stopped while the models were loading")
     except _FrontEndFailedError:  # reported where it happened
@@ -183,8 +184,29 @@ class _FrontEndFailedError(Exception):
     """A port could not be opened."""
 
 
-def _exit_now() -> None:
+def _stop(number: int, stop: asyncio.Event) -> None:
+    """The log says who ended the server."""
+    logger.info("Signal (%d) received.", number)
+    stop.set()
+
+
+def _report_in_flight(server: InferenceServer, seconds_left: float) -> None:
+    """What the exit waits for, in Triton's words."""
+    busy = server.lifecycle.busy_models()
+    logger.info(
+        "Timeout %d: Found %d model versions that have in-flight inferences",
+        seconds_left, len(busy),
+    )  # fmt: skip
+    for model in busy:
+        logger.info(
+            "Model '%s' (version %d) has %d in-flight inferences",
+            model.name, model.version, model.inflight,
+        )  # fmt: skip
+
+
+def _exit_now(server: InferenceServer) -> None:
     """The drain took longer than --exit-timeout-secs. Workers see the closed pipe and go."""
+    _report_in_flight(server, 0)
     logger.error("Exit timeout expired. Exiting immediately.")
     logging.shutdown()
     os._exit(1)

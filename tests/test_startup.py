@@ -139,3 +139,41 @@ def test_sigint_while_a_model_loads_ends_the_start(repository: Path) -> None:
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=15)
     assert process.returncode in (0, 1)
+
+
+def test_an_exit_that_takes_too_long_names_who_is_waited_for(repository: Path) -> None:
+    """The signal, the model with its requests in flight, then code 1."""
+    model = repository / "slow" / "1"
+    model.mkdir(parents=True)
+    fifo_path = repository.parent / "fifo"
+    (model / "model.py").write_text(
+        "import os, time\n"
+        "class TritonPythonModel:\n"
+        "    def execute(self, requests):\n"
+        f"        os.write(os.open({str(fifo_path)!r}, os.O_WRONLY), b'x')\n"
+        "        time.sleep(60)\n"
+    )
+    (model.parent / "config.pbtxt").write_text(CONFIG.replace("identity", "python"))
+    os.mkfifo(fifo_path)
+    flags = (f"--model-repository={repository}", "--exit-timeout-secs=0", *ANY_PORTS)
+    process = subprocess.Popen(command(*flags), stderr=subprocess.PIPE, text=True)
+    with process:
+        assert process.stderr is not None
+        started = None
+        while not started:
+            line = process.stderr.readline()
+            assert line, "the server ended"
+            started = re.search(r"Started HTTPService at 0\.0\.0\.0:(\d+)", line)
+        body = b'{"inputs": [{"name": "X", "datatype": "FP32", "shape": [1], "data": [1]}]}'
+        head = f"POST /v2/models/slow/infer HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
+        with socket.create_connection(("127.0.0.1", int(started[1]))) as client:
+            client.sendall(head.encode() + b"\r\n" + body)
+            with open(fifo_path, "rb") as fifo:
+                assert fifo.read(1) == b"x"  # it is executing
+            process.send_signal(signal.SIGTERM)
+            text = process.communicate(timeout=15)[1]
+    assert process.returncode == 1
+    assert '"Signal (15) received."' in text
+    assert '"Timeout 0: Found 1 model versions that have in-flight inferences"' in text
+    assert "\"Model 'slow' (version 1) has 1 in-flight inferences\"" in text
+    assert text.splitlines()[-1].endswith('"Exit timeout expired. Exiting immediately."')

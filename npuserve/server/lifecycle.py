@@ -385,6 +385,14 @@ class Lifecycle:
             drain(), name=f"drain {model.name}:{model.version}"
         )
 
+    def busy_models(self) -> list[Model]:
+        """Models, those that are being replaced included, that owe somebody an answer."""
+        serving = (
+            status.model for entry in self.entries.values() for status in entry.versions.values()
+        )
+        models = dict.fromkeys(model for model in (*serving, *self._draining) if model is not None)
+        return [model for model in models if model.inflight]
+
     async def free_files(self, entry: ModelEntry, path: Path, freed: Model | None = None) -> None:
         """Remove a model directory that was made for a load, unless it is needed.
 
