@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin
 
 from pydantic import ValidationError
 
-from npuserve import environment, flag_values
+from npuserve import __version__, environment, flag_values
 from npuserve.errors import InvalidArgumentError, NpuserveError
 from npuserve.options import SECTIONS, Flag, ServerOptions
 
@@ -84,6 +84,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if "--help" in words:
         print(usage())  # noqa: T201
         return 0
+    if "--version" in words:  # Differs from Triton: it has no such flag.
+        print(f"{PROGRAM} {__version__}")  # noqa: T201
+        return 0
     try:
         options, warnings = parse(words, os.environ)
     except UsageError as error:
@@ -120,7 +123,8 @@ def parse(
 
 def usage() -> str:
     """The text `--help` prints."""
-    lines = [f"Usage: {PROGRAM} [options]", "  --help", "\tPrint usage", ""]
+    lines = [f"Usage: {PROGRAM} [options]"]
+    lines += ["  --help", "\tPrint usage", "  --version", "\tPrint version", ""]
     options = _options()
     for section in SECTIONS:
         lines.append(f"{section.title}:")
@@ -311,7 +315,9 @@ def _from_type(name: str, annotation: Any) -> tuple[Callable[[Any], Any], str, b
 def _choice(name: str, allowed: tuple[str, ...]) -> Callable[[str], str]:
     def parse(text: str) -> str:
         if text not in allowed:
-            raise ValueError(f"invalid argument for --{name}")
+            raise ValueError(
+                f"invalid argument for --{name}. Got {text}, not {' or '.join(allowed)}"
+            )
         return text
 
     return parse

@@ -294,13 +294,13 @@ def _trace_options(
     if mode not in ("triton", "opentelemetry"):
         raise ValueError(_bad_trace_mode(mode))
     for scope, known, given in (
-        ("", {"mode", "rate", "count"}, common),
-        ("triton,", {"file", "log-frequency"}, triton),
+        ("", ("count", "level", "mode", "rate"), common),
+        ("triton,", ("file", "log-frequency"), triton),
     ):
-        for key in given.keys() - known:
+        for key in given.keys() - set(known):
             # Differs from Triton: it ignores what it does not know.
             raise ValueError(
-                f"unknown trace setting '{scope}{key}'; known here: {', '.join(sorted(known))}"
+                f"unknown trace setting '{scope}{key}'; known here: {', '.join(known)}"
             )
     # OFF next to another level says nothing.
     level = tuple(name for name in dict.fromkeys(levels) if name != "OFF") or ("OFF",)

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import npuserve
 from npuserve import cli
 from npuserve.errors import NotFoundError
 from npuserve.flag_values import RateLimitResource
@@ -111,9 +112,10 @@ def test_trace_flags_make_one_value() -> None:
         ("--http-port=x", "Invalid option value. Got x"),
         ("--http-port=99999999999", "Provided option value is out of bound. Got 99999999999"),
         ("--allow-http=maybe", "invalid value for bool option: maybe"),
-        ("--model-control-mode=x", "invalid argument for --model-control-mode"),
-        ("--log-format=x", "invalid argument for --log-format"),
-        ("--rate-limit=x", "invalid argument for --rate-limit"),
+        ("--model-control-mode=x",
+         "invalid argument for --model-control-mode. Got x, not none or poll or explicit"),
+        ("--log-format=x", "invalid argument for --log-format. Got x, not default or ISO8601"),
+        ("--rate-limit=x", "invalid argument for --rate-limit. Got x, not off or execution_count"),
         ("--backend-config=x",
          "--backend-config option format is '<backend name>,<setting>=<value>'. Got x"),
         ("--cache-config=size=3",
@@ -130,6 +132,8 @@ def test_trace_flags_make_one_value() -> None:
          'invalid value for trace mode option: x. Available options are "triton" and '
          '"opentelemetry"'),
         ("--trace-config=level=x", "invalid value for trace level option: x"),
+        ("--trace-config=levl=x",
+         "unknown trace setting 'levl'; known here: count, level, mode, rate"),
     ],
 )  # fmt: skip
 def test_a_bad_value_is_answered_in_triton_s_words(word: str, text: str) -> None:
@@ -247,6 +251,8 @@ def test_help_ends_well_and_mistakes_do_not(capsys: pytest.CaptureFixture[str]) 
     """Exit codes and where the text goes."""
     assert cli.main(["--help"]) == 0
     assert capsys.readouterr().out.startswith("Usage: npuserve [options]\n")
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"npuserve {npuserve.__version__}\n"
     assert cli.main(["abc"]) == 1
     out, err = capsys.readouterr()
     assert out == ""

@@ -100,7 +100,10 @@ def _check(config: ModelConfig, index: int, cards: Sequence[int]) -> None:
     where = f"instance group {group.name} of model {config.name}"
     if group.kind == ModelInstanceGroup.KIND_GPU:
         if not cards:
-            text = f"{where} has kind KIND_GPU but no GPUs are available"
+            text = (
+                f"{where} has kind KIND_GPU but no GPUs are available: this machine shows no NPU "
+                "card; KIND_AUTO takes the CPU then, and --npu-simulator=1 makes one to try"
+            )
             raise InvalidConfigError(text, f"{field}.kind")
         for card in group.gpus:
             if card not in cards:

@@ -52,6 +52,9 @@ __all__ = ["CustomMetrics", "MetricsConfig", "ServerMetrics"]
 logger = logging.getLogger(__name__)
 
 _DEFAULT_QUANTILES = "0.5:0.05,0.9:0.01,0.95:0.001,0.99:0.001,0.999:0.001"
+_SETTINGS = frozenset(
+    {"counter_latencies", "summary_latencies", "histogram_latencies", "summary_quantiles"}
+)
 _FIRST_RESPONSE = "nv_inference_first_response_histogram_ms"
 
 
@@ -66,7 +69,12 @@ class MetricsConfig:
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, str]) -> MetricsConfig:
-        """Read the settings; a quantile that cannot be read is logged and left out."""
+        """Read the settings; what is unknown or cannot be read is logged and left out."""
+        for name in settings.keys() - _SETTINGS:
+            logger.warning(
+                "--metrics-config %s is not known and has no effect; known: %s",
+                name, ", ".join(sorted(_SETTINGS)),
+            )  # fmt: skip
         quantiles = []
         for pair in settings.get("summary_quantiles", _DEFAULT_QUANTILES).split(","):
             quantile, colon, _ = pair.partition(":")

@@ -234,7 +234,7 @@ def _connect_redis(
         from redis.retry import Retry
     except ImportError as error:
         raise InvalidArgumentError(
-            "--cache-config=redis needs redis-py: pip install npuserve[redis]"
+            "--cache-config=redis needs redis-py: pip install 'npuserve[redis]'"
         ) from error
     if call_soon_threadsafe is None:
         import asyncio

@@ -40,7 +40,7 @@ class OpenTelemetryExporter:
             from opentelemetry.sdk.trace import TracerProvider
         except ImportError as error:
             raise InvalidArgumentError(
-                "the trace mode opentelemetry needs its SDK: pip install npuserve[otel]"
+                "the trace mode opentelemetry needs its SDK: pip install 'npuserve[otel]'"
             ) from error
         options = dict(settings)
         resource = {"service.name": "triton-inference-server"}
@@ -48,7 +48,7 @@ class OpenTelemetryExporter:
             if key == "resource":
                 name, _, text = value.partition("=")
                 resource[name] = text
-        self._url = options.get("url", _DEFAULT_URL)
+        self._url = _with_scheme(options.get("url", _DEFAULT_URL))
         self._exporter = _CountingExporter(_otlp_exporter(self._url))
         # `close` shuts it down; at the exit of the interpreter nothing is waited for.
         self._provider = TracerProvider(resource=Resource.create(resource), shutdown_on_exit=False)
@@ -177,6 +177,11 @@ class _CountingExporter:
     def shutdown(self) -> None:
         """Close the connection."""
         self._exporter.shutdown()
+
+
+def _with_scheme(url: str) -> str:
+    """Triton's examples write `localhost:4318/v1/traces`; its HTTP client then takes http."""
+    return url if "://" in url else f"http://{url}"
 
 
 def _otlp_exporter(url: str) -> Any:

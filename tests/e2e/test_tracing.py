@@ -108,9 +108,11 @@ def collector() -> Iterator[tuple[str, queue.Queue[Any]]]:
             thread.join()
 
 
-@pytest.mark.parametrize("protocol", CLIENTS)
-def test_a_collector_gets_the_spans(repository: Path, protocol: str) -> None:
-    """Over OTLP/HTTP, under the trace that the client began."""
+@pytest.mark.parametrize(
+    ("protocol", "scheme"), [(protocol, "") for protocol in CLIENTS] + [("http", "http://")]
+)
+def test_a_collector_gets_the_spans(repository: Path, protocol: str, scheme: str) -> None:
+    """Over OTLP/HTTP, under the trace that the client began; without a scheme that is http."""
     pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
     with collector() as (url, received):
         options = TraceOptions(
@@ -118,7 +120,9 @@ def test_a_collector_gets_the_spans(repository: Path, protocol: str) -> None:
             level=("TIMESTAMPS",),
             rate=1,
             opentelemetry=(
-                ("url", url), ("resource", "service.name=mine"), ("bsp_schedule_delay", "50"),
+                ("url", url if scheme else url.removeprefix("http://")),
+                ("resource", "service.name=mine"),
+                ("bsp_schedule_delay", "50"),
             ),
         )  # fmt: skip
         with serve(repository, trace_config=options) as server:

@@ -362,6 +362,13 @@ def test_a_quantile_that_is_none_is_logged(quantile: str, caplog: pytest.LogCapt
     assert f"Invalid option: [{quantile}:0.1]" in caplog.text
 
 
+def test_an_unknown_metrics_setting_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """A slip in its name would look like a dashboard that stays empty."""
+    assert MetricsConfig.from_settings({"sumary_latencies": "true"}).summary_latencies is False
+    assert "--metrics-config sumary_latencies is not known" in caplog.text
+    assert "summary_latencies" in caplog.text.partition("known:")[2]
+
+
 def test_a_bad_quantile_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     """A pair without colon is left out with Triton's text."""
     config = MetricsConfig.from_settings({"summary_quantiles": "0.5:0.05,0.9"})

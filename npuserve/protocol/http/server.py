@@ -7,8 +7,10 @@ socket → connection.py → session.py ─ infer ──→ exchange.py → infe
 from __future__ import annotations
 
 import ssl
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from npuserve.errors import InvalidArgumentError
 from npuserve.protocol.http.infer import InferService
 from npuserve.protocol.http.listener import HttpService, Listener
 from npuserve.protocol.http.routes import create_application
@@ -37,6 +39,15 @@ class HttpServer(HttpService):
         fast_path: bool = True,
     ) -> None:
         self._infer = InferService(server, options, shared_memory)
+        self._certificates = {
+            flag: path
+            for flag, path in (
+                ("http-ssl-certfile", options.http_ssl_certfile),
+                ("http-ssl-keyfile", options.http_ssl_keyfile),
+                ("http-ssl-ca-certs", options.http_ssl_ca_certs),
+            )
+            if path
+        }
         self._listener = Listener(
             create_application(server, options, shared_memory, self._infer),
             FrontEnd(options, self._infer if fast_path else None),
@@ -46,10 +57,23 @@ class HttpServer(HttpService):
             **_tls_options(options),
         )
 
+    async def start(self) -> None:
+        """See `HttpService.start`; files that cannot be read are told apart."""
+        for flag, path in self._certificates.items():
+            _check_readable(flag, path)
+        await super().start()
+
     async def stop(self, grace_s: float) -> None:
         """See `HttpService.stop`."""
         await super().stop(grace_s)
         self._infer.close()
+
+
+def _check_readable(flag: str, path: str) -> None:
+    try:
+        Path(path).open("rb").close()
+    except OSError as error:
+        raise InvalidArgumentError(f"--{flag}: cannot read '{path}': {error.strerror}") from error
 
 
 def _tls_options(options: ServerOptions) -> dict[str, Any]:

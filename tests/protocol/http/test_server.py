@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 import ssl
 import subprocess
@@ -220,8 +221,12 @@ async def test_unusable_certificates_are_told(
 ) -> None:
     """A path that is wrong, or a file that is no certificate, has one line for the operator."""
     _, key = certificate
-    for path in (tmp_path / "missing.pem", key):
-        with pytest.raises(InvalidArgumentError, match="--http-ssl-certfile"):
+    missing = tmp_path / "missing.pem"
+    for path, text in (
+        (missing, f"--http-ssl-certfile: cannot read '{missing}': No such file"),
+        (key, "--http-ssl-certfile, -keyfile or -ca-certs cannot be used: "),
+    ):
+        with pytest.raises(InvalidArgumentError, match=re.escape(text)):
             await start(http_ssl_certfile=str(path), http_ssl_keyfile=str(key))
 
 
