@@ -386,7 +386,3 @@ class Backend:
 
     def unload(self, context: BackendModelContext) -> None:
         """Free what the instances shared, after all of them were finalised."""
-
-    def device_count(self) -> int:
-        """Number of accelerator cards this backend can place instances on."""
-        return 0

@@ -225,6 +225,13 @@ def _check_instance_groups(config: ModelConfig) -> Iterator[Problem]:
         if group.count < 0:
             # Differs from Triton: it takes a negative count for 1.
             yield Problem(f"{block}.count", f"{subject} has a negative count")
+    if config.instance_group and all(group.passive for group in config.instance_group):
+        # Differs from Triton: it crashes at the first request.
+        yield Problem(
+            "instance_group",
+            f"all instance groups of model {config.name} are passive, so that no instance would "
+            "ever be given a request",
+        )
 
 
 def _check_response_cache(config: ModelConfig) -> Iterator[str]:

@@ -162,7 +162,7 @@ class ModelFactory:
             version=version,
             config=config,
             model_dir=directory.path,
-            version_dir=directory.path / str(version),
+            version_dir=directory.version_path(version),
             placements=(),
             backend_options=options.backend_options(config.backend),
             services=self._server,

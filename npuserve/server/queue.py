@@ -16,6 +16,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from npuserve.errors import UnavailableError
+from npuserve.model_config import enum_name
 from npuserve.server.validation import request_prefix
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ class QueuePolicy:
     def from_config(cls, message: Any) -> QueuePolicy:
         """Read a ModelQueuePolicy message."""
         return cls(
-            delays=message.timeout_action == 1,
+            delays=enum_name(message, "timeout_action") == "DELAY",
             timeout_ns=message.default_timeout_microseconds * 1_000,
             allow_override=message.allow_timeout_override,
             max_size=message.max_queue_size,

@@ -65,7 +65,7 @@ class Regrouping:
 
     Attributes:
         target: value of "entered" at which the callers answered last are back; NEVER once they
-            are, or before the first execution.
+            are, or where executions are too short for a hold.
         hold_until_ns: end of the hold that is worth it now; 0 for none.
     """
 
@@ -80,7 +80,7 @@ class Regrouping:
 
     @property
     def mean_execution_ns(self) -> float:
-        """Average time an execution takes; 0 before the first."""
+        """Average time an execution takes; 0 as long as all were too short for a hold."""
         return self._cost.mean_ns
 
     def executed(self, now_ns: int, duration_ns: int, elements: int, entered: int) -> None:

@@ -222,7 +222,7 @@ class ModelStatistics:
         batch: executions by batch size.
         responses: of a decoupled model, by the index of the response in its request; the last
             entry there may be has all that come after it, too.
-        memory_usage: as reported by the backend.
+        memory_usage: as in Triton's reply; no backend reports any.
         pending: requests accepted and not yet executing.
         first_response: time until the first response in ms, None unless it is switched on.
     """

@@ -74,6 +74,11 @@ def test_sound_configurations_pass(text: str) -> None:
             "'histogram_options'",
         ),
         (
+            PLAIN + "instance_group { passive: true } instance_group { count: 2 passive: true }",
+            "all instance groups of model m are passive, so that no instance would ever be given a "
+            "request",
+        ),
+        (
             PLAIN + "instance_group { kind: KIND_CPU gpus: [ 0 ] }",
             "instance group m_0 of model m has kind KIND_CPU but specifies one or more GPUs",
         ),

@@ -46,8 +46,9 @@ class Scheduler(Protocol):
     """Queues the requests of one model version and starts batches. Loop thread only.
 
     The scheduler owns a request from `enqueue` until it hands it to an instance; every request
-    it owns is answered by it. It creates no tasks: everything happens in `enqueue`, in
-    `instances.on_free` and in timers of the clock, so a test with a fake clock sees all of it.
+    it owns is answered by it. It creates no tasks: everything happens in `enqueue` and `stop`, in
+    `instances.on_free` and in calls and timers of the clock, so a test with a fake clock sees all
+    of it.
     """
 
     def enqueue(self, request: InferenceRequest) -> None:
@@ -65,4 +66,4 @@ class Scheduler(Protocol):
 
     @property
     def queued(self) -> int:
-        """Requests waiting, for the drain and for tests."""
+        """Requests waiting; for tests."""

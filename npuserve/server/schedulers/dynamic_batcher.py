@@ -198,7 +198,8 @@ class DynamicBatcher(QueuedScheduler):
 
         # Differs from Triton: only for short executions. Between two of them lie a way to the
         # event loop and back, 0.1 ms or more, which is nothing to a long one; and a request that
-        # has left the queue can no longer be cancelled or overtaken.
+        # has left the queue can no longer be cancelled or overtaken. Of the very short ones
+        # nothing is known (`Regrouping.executed`).
         """
         if not 0 < self._regrouping.mean_execution_ns < _SHORT_EXECUTION_NS:
             return None

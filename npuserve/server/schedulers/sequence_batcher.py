@@ -112,7 +112,7 @@ class SequenceBatcher:
 
     @property
     def live_sequences(self) -> int:
-        """Sequences that have begun and are not over."""
+        """Sequences that have begun and are not over; for tests."""
         return len(self._slots)
 
     def enqueue(self, request: InferenceRequest) -> None:
