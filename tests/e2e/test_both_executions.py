@@ -27,7 +27,8 @@ import pytest
 from npuserve._proto import grpc_service_pb2 as pb
 from npuserve.tensor import Tensor
 from npuserve.testing.serve import RunningServer, serve
-from tests.e2e.execution_models import DATATYPES, MODELS, PAIRS, write_models
+from tests.e2e.models.executions import PAIRS
+from tests.e2e.models.repository import DATATYPES, MODELS, write_models
 from tests.protocol.grpc.conftest import SERVICE
 
 
