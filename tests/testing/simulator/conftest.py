@@ -13,6 +13,7 @@ import pytest
 from npuserve.testing.simulator import simulate
 from npuserve.testing.simulator.runtime import Runtime
 from tests.backends.npu_models import affine, batch_om, compile_om
+from tests.testing.simulator.media import Media
 
 
 @pytest.fixture
@@ -29,6 +30,15 @@ def acl(machine: Runtime) -> Any:
     assert module.init() == 0
     assert module.rt.set_device(0) == 0
     return module
+
+
+@pytest.fixture
+def media(acl: Any, machine: Runtime) -> Iterator[Media]:
+    """A channel of acl.media for image processing; nothing is left at the end."""
+    opened = Media(acl)
+    yield opened
+    opened.close()
+    assert machine.leaks() == []
 
 
 @pytest.fixture

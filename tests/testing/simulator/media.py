@@ -149,6 +149,14 @@ class Media:
         assert self.acl.rt.reset_device(0) == 0
 
 
+def resize(media: Media, source: Any, target: Any, channel: int = 0) -> int:
+    """The code of a resize, which is waited for when it was taken."""
+    ret = media.media.dvpp_vpc_resize_async(
+        channel or media.channel, source.desc, target.desc, media.config, media.stream
+    )
+    return int(ret) or media.wait()
+
+
 class CallError(Exception):
     """A call of the program failed."""
 
