@@ -1,14 +1,16 @@
 """config.pbtxt into a ModelConfig, and what to write instead where it does not parse.
 
-protobuf's own parser does the work: it knows every spelling of the text format. Added here are
-`KIND_NPU`, the position as `file:line:column`, and advice: the nearest name, or the block a
-misplaced field belongs to.
+protobuf's own parser does the work. Added here are spellings that only its C++ twin knows, which
+is Triton's, `KIND_NPU`, the position as `file:line:column`, and advice: the nearest name, or the
+block a misplaced field belongs to.
 """
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import re
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from google.protobuf import text_format
@@ -21,8 +23,26 @@ if TYPE_CHECKING:
 
 _Descriptor = Any  # protobuf has two classes of descriptors and types neither
 
-# Comments, then strings, then the word itself: only the last may be replaced.
-_KIND_NPU = re.compile(r"""#[^\n]*|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*'|\bKIND_NPU\b""")
+_TOKEN = re.compile(
+    r"""
+    \#[^\n]*                                                       # a comment
+    | (?P<string> "(?:\\.|[^"\\\n])*" | '(?:\\.|[^'\\\n])*' )
+    | - (?P<gap> (?:\s|\#[^\n]*+)++ ) (?P<number> [\w.]+(?:(?<=[eE])[+-]\w+)? )
+    | (?P<word> [\w.]+(?:(?<=[eE])[+-]\w+)? )
+    """,
+    re.VERBOSE | re.ASCII,
+)
+_OCTAL = re.compile(r"0[xX](?P<bit>0*[01])|0(?P<octal>[0-7]+)")
+_HEX = "[0-9a-fA-F]"
+_ESCAPE = re.compile(
+    rf"""
+    \\ (?: (?P<plain> [abfnrtv\\'"] | x{_HEX} | [0-3][0-7]{{2}} | [0-7]{{1,2}} (?![0-7]) )
+    | u (?P<units> [dD][89abAB]{_HEX}{{2}} \\u [dD][c-fC-F]{_HEX}{{2}} | {_HEX}{{4}} )
+    | U (?P<code> {_HEX}{{8}} )
+    | (?P<mark> \? ) )?
+    """,
+    re.VERBOSE,
+)
 _COMMENT_OR_STRING = re.compile(rb"""#[^\n]*|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*'""")
 
 _POSITION = re.compile(r"^(\d+):(\d+) : ?", re.ASCII)
@@ -66,6 +86,9 @@ def _readable_comment(match: re.Match[bytes]) -> bytes:
 def parse_config(text: str, source: str) -> ModelConfig:
     """Parse the text format.
 
+    # Differs from Triton: `+4`, `0b1` and `1_000`, octal numbers for floats and white space beyond
+    # ASCII are read too, as protobuf's parser for Python does; nothing else can be meant.
+
     Args:
         text: contents of a config.pbtxt; empty is valid.
         source: its path, for errors.
@@ -74,9 +97,8 @@ def parse_config(text: str, source: str) -> ModelConfig:
         InvalidArgumentError: `failed to read text proto from <source>:<line>:<column>: ...`.
     """
     config = ModelConfig()
-    readable = _KIND_NPU.sub(_npu_to_gpu, text.removeprefix("\ufeff"))
     try:
-        text_format.Parse(readable, config)
+        text_format.Parse(_TOKEN.sub(_respelled, text.removeprefix("\ufeff")), config)
     except text_format.ParseError as error:
         raise InvalidArgumentError(_explain(error, source)) from error
     except (RecursionError, ValueError) as error:
@@ -85,9 +107,43 @@ def parse_config(text: str, source: str) -> ModelConfig:
     return config
 
 
-def _npu_to_gpu(match: re.Match[str]) -> str:
-    """KIND_NPU is a readable alias; on the wire there is KIND_GPU only. Columns stay."""
-    return "KIND_GPU" if match[0] == "KIND_NPU" else match[0]
+def _respelled(match: re.Match[str]) -> str:
+    """A token as protobuf for Python reads it. Where the others are does not change."""
+    word, string, gap = match.group("word", "string", "gap")
+    if word == "KIND_NPU":  # a readable alias; on the wire there is KIND_GPU only
+        return "KIND_GPU"
+    if word and (number := _OCTAL.fullmatch(word)):  # a boolean, or an enumeration's number
+        return str(int(number["bit"] or number["octal"], 8)).ljust(len(word))
+    if string and "\\" in string:
+        return _ESCAPE.sub(partial(_respelled_escape, match), string).ljust(len(string))
+    if gap:
+        return f"-{match['number']}{gap}"
+    return match[0]
+
+
+def _respelled_escape(string: re.Match[str], escape: re.Match[str]) -> str:
+    """What protobuf for Python would misread, as the character itself."""
+    plain, units, code, mark = escape.group("plain", "units", "code", "mark")
+    if plain:
+        return escape[0]
+    with contextlib.suppress(UnicodeDecodeError):  # no character
+        if units:  # two where JSON has two
+            return _character(bytes.fromhex(units.replace(r"\u", "")).decode("utf-16-be"))
+        if code:
+            return _character(bytes.fromhex(code).decode("utf-32-be"))
+    if mark:
+        return mark
+    before = string.string[: string.start() + escape.start()]
+    raise text_format.ParseError(
+        "Invalid escape sequence in string literal. Write two backslashes for one",
+        before.count("\n") + 1,
+        len(before) - before.rfind("\n") + 1,
+    )
+
+
+def _character(text: str) -> str:
+    """A character inside of quotes."""
+    return rf"\{ord(text):03o}" if text < " " or text in "\"'\\" else text
 
 
 def _explain(error: text_format.ParseError, source: str) -> str:
