@@ -40,11 +40,12 @@ def _entry(random: Random, field: Any, values: list[Any], *, as_list: bool) -> s
 def _value(random: Random, field: Any, value: Any) -> str:
     if field.message_type:
         inner = _map_entry(random, field, value) if _is_map(field) else spelled(random, value)
-        first, last = random.choice(["{}", "<>"])
+        first, last = random.choice([("{", "}"), ("<", ">")])
         return f"{first}{random.choice(_SPACES)}{inner}{last}"
     if field.enum_type:
         number = _integer(random, value)
-        return random.choice([field.enum_type.values_by_number[value].name, number])
+        name: str = field.enum_type.values_by_number[value].name
+        return random.choice([name, number])
     if isinstance(value, bool):
         return random.choice(_TRUE if value else _FALSE)
     if isinstance(value, str):
