@@ -31,12 +31,17 @@ _TIMEOUT_S = 4 * 3600
 
 def default_cache_dir() -> Path:
     """Where compiled models are kept unless something else is said."""
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    base = os.environ.get("XDG_CACHE_HOME")
+    if not base:
+        home = os.path.expanduser("~")  # stays "~" for a user id without an account (containers)
+        base = str(Path("/" if home == "~" else home, ".cache"))
     return Path(base) / "npuserve" / "ge"
 
 
 def compile_onnx(onnx: Path, flags: Mapping[str, str], cache_dir: Path) -> Path:
     """The `.om` file for an ONNX file; compiles unless that was done before.
+
+    A folder that cannot be written to (part of a container's image) is read all the same.
 
     Args:
         onnx: the model; files beside it (external weights) count as part of it.
@@ -44,17 +49,30 @@ def compile_onnx(onnx: Path, flags: Mapping[str, str], cache_dir: Path) -> Path:
 
     Raises:
         UnavailableError: atc is not there.
-        InternalError: it failed; the text is its own.
+        InternalError: it failed, the text is its own; or the result cannot be kept.
     """
     program = find_atc()
     entry = cache_dir / _key(onnx, flags, program)
-    cache_dir.mkdir(parents=True, exist_ok=True)
+    compiled = _compiled_file(entry)
+    if compiled is not None:
+        logger.info("'%s' was compiled before: %s", onnx, compiled)
+        return compiled
+    try:
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        return _compile_into(entry, program, onnx, flags)
+    except OSError as error:
+        raise InternalError(
+            f"the compiled '{onnx.name}' cannot be kept in {cache_dir}: {error.strerror}; name a "
+            "folder that can be written to with the parameter cache_dir or with XDG_CACHE_HOME"
+        ) from error
+
+
+def _compile_into(entry: Path, program: Path, onnx: Path, flags: Mapping[str, str]) -> Path:
     with _locked(entry.with_suffix(".lock")):
         compiled = _compiled_file(entry)
-        if compiled is not None:
-            logger.info("'%s' was compiled before: %s", onnx, compiled)
+        if compiled is not None:  # by another process meanwhile
             return compiled
-        with tempfile.TemporaryDirectory(dir=cache_dir) as work_dir:
+        with tempfile.TemporaryDirectory(dir=entry.parent) as work_dir:
             # Compiled in the directory's future neighbour, so that the move is one step.
             result_dir = Path(work_dir, "result")
             result_dir.mkdir()

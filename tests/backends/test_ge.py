@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +177,34 @@ async def test_compiled_once(tmp_path: Path, machine: Runtime, cache_dir: Path) 
         assert first.stat().st_mtime_ns == stamp
     async with serve(tmp_path, "max_batch_size: 4"):
         assert len(compiled_files(cache_dir)) == 2
+
+
+async def test_a_compiled_model_on_a_read_only_file_system_is_used(
+    tmp_path: Path, machine: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As part of a container's image, say."""
+    affine(tmp_path, ["n", 3])
+    async with serve(tmp_path):
+        pass
+
+    def read_only(path: Path, *_: Any, **__: Any) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    monkeypatch.setattr(Path, "mkdir", read_only)
+    monkeypatch.setattr(atc, "_locked", read_only)
+    async with serve(tmp_path) as driver:
+        await check_affine(driver, rows(1))
+    error = await load_error(tmp_path, "max_batch_size: 2")
+    assert "Read-only file system; name a folder" in str(error)
+    assert "XDG_CACHE_HOME" in str(error)
+
+
+def test_a_user_without_account_or_home_has_a_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Containers run under any user id."""
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(os, "getuid", lambda: 4_000_000)
+    assert atc.default_cache_dir() == Path("/.cache/npuserve/ge")
 
 
 async def test_errors_of_atc_are_shown(tmp_path: Path, machine: Runtime, cache_dir: Path) -> None:

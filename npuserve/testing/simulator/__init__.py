@@ -36,6 +36,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from npuserve.backends.acl import library
+from npuserve.errors import InternalError
 from npuserve.server import devices
 from npuserve.testing.simulator import runtime as runtime_module
 from npuserve.testing.simulator.options import VARIABLE, SimulatorOptions
@@ -61,10 +62,16 @@ def install(cards: int = 1, options: SimulatorOptions | None = None) -> Runtime:
 
     Raises:
         RuntimeError: the real `acl` is imported already.
+        InternalError: there is no folder for temporary files.
     """
     settings = changed(options or SimulatorOptions.from_environment(), cards=cards)
     if not settings.state_dir:
-        directory = tempfile.mkdtemp(prefix="npuserve-simulator-")
+        try:
+            directory = tempfile.mkdtemp(prefix="npuserve-simulator-")
+        except OSError as error:
+            raise InternalError(
+                f"the NPU simulator needs a folder for temporary files, see TMPDIR: {error}"
+            ) from error
         atexit.register(shutil.rmtree, directory, ignore_errors=True)
         settings = changed(settings, state_dir=directory)
     _set_environment(settings)
