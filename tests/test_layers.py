@@ -27,6 +27,7 @@ LEAVES = {
     "npuserve.options",
     "npuserve.request",
     "npuserve.response",
+    "npuserve.temporary",
     "npuserve.tensor",
     "npuserve.text_table",
 }

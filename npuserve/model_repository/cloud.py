@@ -13,7 +13,6 @@ import hashlib
 import logging
 import os
 import shutil
-import tempfile
 import threading
 from importlib import import_module
 from pathlib import Path
@@ -25,6 +24,7 @@ from npuserve.model_repository.cloud_location import (
     filesystem_options,
     parse_location,
 )
+from npuserve.temporary import make_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -47,7 +47,7 @@ class CloudRepository:
         self._lock = threading.Lock()
         self._filesystem = _open_filesystem(url)
         mount = os.environ.get(MOUNT_VARIABLES[self._location.scheme]) or None
-        self._root = Path(tempfile.mkdtemp(prefix="npuserve-cloud-", dir=mount))
+        self._root = make_folder("npuserve-cloud-", mount)
         self._listing: dict[str, dict[str, tuple[str, int]]] = {}
 
     def refresh(self) -> dict[str, dict[str, tuple[str, int]]]:

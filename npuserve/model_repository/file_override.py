@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import shutil
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from npuserve.errors import InternalError, InvalidArgumentError
+from npuserve.temporary import make_folder
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -20,12 +20,13 @@ def write_files(name: str, files: Mapping[str, bytes]) -> Path:
     """A temporary model directory with these files; `remove_files` takes it away.
 
     Raises:
-        InternalError: the name is no folder's name, or a path leaves the directory.
+        InternalError: the name is no folder's name, or a path leaves the directory, or there is no
+            folder for temporary files.
         InvalidArgumentError: a path that no file can have.
     """
     if name in ("", ".", "..") or Path(name).name != name:
         raise InternalError(f"failed to load '{name}', the name of a model is that of a folder")
-    root = Path(tempfile.mkdtemp(prefix="npuserve-load-"))
+    root = make_folder("npuserve-load-")
     model_dir = root / name
     try:
         _make(model_dir)

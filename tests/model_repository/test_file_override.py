@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import tempfile
 from pathlib import Path
 
@@ -66,3 +67,16 @@ def test_no_other_folder_is_ever_removed(temporary: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         remove_files(folder)
         assert folder.is_dir()
+
+
+def test_without_a_folder_for_temporary_files_the_place_to_say_one_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As in a container whose file system is read-only."""
+
+    def none() -> str:
+        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found")
+
+    monkeypatch.setattr(tempfile, "gettempdir", none)
+    with pytest.raises(InternalError, match="TMPDIR may name one: No usable"):
+        write_files("m", {"1/model.py": b""})

@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from npuserve import temporary
 from npuserve.backends.worker.process import Interpreter
 from npuserve.errors import InvalidConfigError
 
@@ -68,7 +69,7 @@ def _unpack(archive: Path) -> Path:
     """Unpack an archive once per content; later models and servers find the directory."""
     status = archive.stat()
     identity = f"{archive.resolve()}:{status.st_size}:{status.st_mtime_ns}".encode()
-    root = Path(tempfile.gettempdir()) / f"npuserve-environments-{os.getuid()}"
+    root = temporary.root() / f"npuserve-environments-{os.getuid()}"
     target = root / hashlib.sha256(identity).hexdigest()[:16]
     if target.is_dir():
         return target

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import re
 import shutil
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +20,7 @@ from npuserve.protocol.http.bodies import Body
 from npuserve.protocol.http.cloud_forward import error_response
 from npuserve.protocol.http.handlers import json_response
 from npuserve.protocol.http.requests import read_body
+from npuserve.temporary import make_folder
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -135,7 +135,7 @@ class SageMakerModels:
 
     def _repository(self) -> Path:
         if self._links is None:
-            self._links = Path(tempfile.mkdtemp(prefix="npuserve-sagemaker-"))
+            self._links = make_folder("npuserve-sagemaker-")
             self._server.lifecycle.add_repository(str(self._links))
         return self._links
 

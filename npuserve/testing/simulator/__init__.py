@@ -28,7 +28,6 @@ import importlib
 import os
 import shutil
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace as changed
@@ -36,8 +35,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from npuserve.backends.acl import library
-from npuserve.errors import InternalError
 from npuserve.server import devices
+from npuserve.temporary import make_folder
 from npuserve.testing.simulator import runtime as runtime_module
 from npuserve.testing.simulator.options import VARIABLE, SimulatorOptions
 
@@ -66,12 +65,7 @@ def install(cards: int = 1, options: SimulatorOptions | None = None) -> Runtime:
     """
     settings = changed(options or SimulatorOptions.from_environment(), cards=cards)
     if not settings.state_dir:
-        try:
-            directory = tempfile.mkdtemp(prefix="npuserve-simulator-")
-        except OSError as error:
-            raise InternalError(
-                f"the NPU simulator needs a folder for temporary files, see TMPDIR: {error}"
-            ) from error
+        directory = str(make_folder("npuserve-simulator-"))
         atexit.register(shutil.rmtree, directory, ignore_errors=True)
         settings = changed(settings, state_dir=directory)
     _set_environment(settings)
