@@ -7,6 +7,7 @@ that imports onnxruntime.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from pathlib import Path
@@ -39,6 +40,7 @@ _DATATYPE_BY_ONNX = {
 # optimization { graph { level } } of Triton's onnxruntime backend; absent means all.
 _GRAPH_LEVEL = {-1: "ORT_ENABLE_BASIC", 1: "ORT_ENABLE_EXTENDED", 2: "ORT_DISABLE_ALL"}
 
+_CPU_LIMIT = Path("/sys/fs/cgroup/cpu.max")  # as a process in a container sees its own
 _PROVIDER_BY_ACCELERATOR = {
     "cann": "CANNExecutionProvider",
     "cuda": "CUDAExecutionProvider",
@@ -226,11 +228,24 @@ def _fair_threads(context: BackendModelContext) -> int:
 
     A session's pool has one thread less than this number: the instance's own thread works too.
     """
-    cores = len(os.sched_getaffinity(0))
+    cores = usable_cores()
     instances = len(context.placements)
     if shares_session(context, context.placements[0]):
         return max(1, cores - instances + 1)
     return max(1, cores // instances)
+
+
+def usable_cores(limit_file: Path = _CPU_LIMIT) -> int:
+    """Cores this process may use: those it may run on, below the limit of its container.
+
+    Source: Linux, Documentation/admin-guide/cgroup-v2.rst, cpu.max: "$MAX $PERIOD", or "max".
+    """
+    cores = len(os.sched_getaffinity(0))
+    try:
+        quota, period = limit_file.read_text().split()
+        return min(cores, max(1, math.ceil(int(quota) / int(period))))
+    except (OSError, ValueError):  # no version 2 of control groups, or no limit
+        return cores
 
 
 def _providers(ort: Any, context: BackendModelContext, placement: Placement) -> list[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
+from npuserve.backends.onnx_session import usable_cores
 from npuserve.backends.onnxruntime import OnnxruntimeBackend
 from npuserve.errors import (
     InternalError,
@@ -348,3 +350,18 @@ def with_parameters(parameters: dict[str, str]) -> ModelConfig:
     for key, text in parameters.items():
         model_config.parameters[key].string_value = text
     return model_config
+
+
+@pytest.mark.parametrize(
+    ("limit", "cores"),
+    [("100000 100000", 1), ("150000 100000", 2), ("20000 100000", 1), ("max 100000", 8), ("", 8)],
+)
+def test_threads_keep_to_the_limit_of_the_container(
+    limit: str, cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More of them than cores only wait for the quota of the next period."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(8)))
+    file = tmp_path / "cpu.max"
+    assert usable_cores(file) == 8
+    file.write_text(f"{limit}\n")
+    assert usable_cores(file) == cores
