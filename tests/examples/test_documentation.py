@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import runpy
 import shlex
@@ -17,6 +18,8 @@ import pytest
 from npuserve import cli
 from npuserve.model_repository.pbtxt import parse_config
 from npuserve.testing.serve import RunningServer, ServerProcess, serve
+from tests.backends.npu_models import affine
+from tests.examples.conftest import need
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -99,7 +102,17 @@ def servers(
     }
 
 
-@pytest.mark.parametrize("words", commands("python"))
+@pytest.fixture(scope="module")
+def documented_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """The example repository, and beside it one of the files that the pages show."""
+    need("model_repository/ocr_detection/1/model.onnx")
+    files = {name: text for page in pages_with_files() for name, text in page.values[0].items()}
+    shown = write_repository(tmp_path_factory.mktemp("shown"), files)
+    with serve(ROOT / "examples/model_repository", shown) as server:
+        yield server
+
+
+@pytest.mark.parametrize("words", [p for p in commands("python") if "-m" not in p.values[0]])
 def test_example_commands_run(words: list[str], servers: dict[str, str], tmp_path: Path) -> None:
     """A `python examples/…` line ends well and prints something."""
     example = Path(words[1]).parts[1]
@@ -111,12 +124,26 @@ def test_example_commands_run(words: list[str], servers: dict[str, str], tmp_pat
     assert run.stdout
 
 
+@pytest.mark.parametrize("words", [p for p in commands("python") if "-m" in p.values[0]])
+def test_simulator_commands_run(words: list[str], tmp_path: Path) -> None:
+    """A `python -m npuserve.testing.simulator …` line ends well, with the files it names there."""
+    affine(tmp_path, ["n", 4])
+    (tmp_path / "1" / "model.onnx").rename(tmp_path / "model.onnx")
+    (tmp_path / "program.py").write_text("import acl; assert not acl.init() + acl.finalize()")
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, *words[1:]]
+    run = subprocess.run(
+        command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
 @pytest.mark.parametrize("words", commands("curl"))
-def test_curl_commands_succeed(words: list[str], example_server: RunningServer) -> None:
-    """A `curl` line gets a 2xx from the example repository."""
+def test_curl_commands_succeed(words: list[str], documented_server: RunningServer) -> None:
+    """A `curl` line gets a 2xx from the example repository or the models of the pages."""
     ports = {
-        "8000": example_server.http_port,
-        "8002": example_server.metrics_port,
+        "8000": documented_server.http_port,
+        "8002": documented_server.metrics_port,
     }
     command = [
         re.sub(r"localhost:(800[02])", lambda m: f"127.0.0.1:{ports[m[1]]}", word) for word in words
@@ -140,20 +167,20 @@ def test_make_targets_exist(words: list[str]) -> None:
 
 @pytest.mark.parametrize("words", commands("pip"))
 def test_extras_exist(words: list[str]) -> None:
-    """A `pip install 'npuserve[…]'` line names extras of pyproject.toml."""
+    """A `pip install '.[…]'` or `'npuserve[…]'` line names extras of pyproject.toml."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     for word in words:
-        match = re.fullmatch(r"npuserve\[([\w,-]+)\]", word)
+        match = re.fullmatch(r"(?:npuserve|\.)\[([\w,-]+)\]", word)
         if match:
             assert set(match[1].split(",")) <= set(project["optional-dependencies"])
 
 
 @pytest.mark.parametrize("block", block_params("python"))
-def test_programs_run(block: Block, example_server: RunningServer, monkeypatch: Any) -> None:
-    """A python block runs against the example repository."""
+def test_programs_run(block: Block, documented_server: RunningServer, monkeypatch: Any) -> None:
+    """A python block runs against the example repository and the models of the pages."""
     monkeypatch.chdir(ROOT)
-    text = block.text.replace("localhost:8000", example_server.http_url)
-    text = text.replace("localhost:8001", example_server.grpc_url)
+    text = block.text.replace("localhost:8000", documented_server.http_url)
+    text = text.replace("localhost:8001", documented_server.grpc_url)
     exec(compile(text, block.place, "exec"), {"__name__": "__main__"})
 
 
@@ -175,16 +202,20 @@ def pages_with_files() -> Iterator[Any]:
             yield pytest.param(files, id=str(page.relative_to(ROOT)))
 
 
+def write_repository(path: Path, files: dict[str, str]) -> Path:
+    """A model repository of these files."""
+    for name, text in files.items():
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
+        (path / name).write_text(text, encoding="utf-8")
+    for model in {Path(name).parts[0] for name in files}:
+        (path / model / "1").mkdir(exist_ok=True)
+    return path
+
+
 @pytest.mark.parametrize("files", list(pages_with_files()))
 def test_repositories_are_served(files: dict[str, str], tmp_path: Path) -> None:
     """The files of a page make a repository whose models all load."""
-    for name, text in files.items():
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    for model in {Path(name).parts[0] for name in files}:
-        (tmp_path / model / "1").mkdir(exist_ok=True)
-    with serve(tmp_path, allow_grpc=False, allow_metrics=False):
+    with serve(write_repository(tmp_path, files), allow_grpc=False, allow_metrics=False):
         pass
 
 
