@@ -362,6 +362,7 @@ class EnsembleRun:
         except NpuserveError as error:
             self._ended(call)
             self._fail(error)
+            self._leave_gate(call)
         else:
             self._pace()
 
@@ -379,6 +380,9 @@ class EnsembleRun:
         member = self._calls.pop(call)
         if member.for_model is not None:
             member.for_model.ended()
+
+    def _leave_gate(self, call: StepCall) -> None:
+        """Let others through. Last of all: they may be answered, or refused, at once."""
         gate = self._parts.gates.get(call.step.index)
         if gate is not None:
             gate.leave()
@@ -391,8 +395,15 @@ class EnsembleRun:
             more = member.compute_ns
             self._compute_ns = (input_ns + more[0], infer_ns + more[1], output_ns + more[2])
             self._ended(call)
-        if self._request.finished:
-            return
+        if not self._request.finished:
+            self._go_on(call, member, response)
+        if final:
+            self._leave_gate(call)
+
+    def _go_on(
+        self, call: StepCall, member: InferenceRequest, response: InferenceResponse | None
+    ) -> None:
+        """Do what a member's answer makes possible."""
         if response is not None and response.error is not None:
             self._fail(response.error)
             return

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from npuserve.errors import StatusCode
+from npuserve.errors import StatusCode, UnavailableError
 from tests.server.schedulers.ensemble_driver import (
     ADD,
     ONE,
@@ -109,6 +111,44 @@ def test_the_limit_of_requests_in_flight_holds_over_all_requests() -> None:
     ]  # fmt: skip
     assert runs[2][1].error.code is StatusCode.CANCELLED
     assert ensemble.scheduler.queued == 0
+
+
+def test_a_call_that_leaves_a_gate_and_is_answered_at_once_ends_nothing_early() -> None:
+    """As by a cache that the answer before it has just filled: no response is lost."""
+    chain = (step("stream", "X=A", "Y=t"), step("one", "X=t", "Y=C"))
+    text = io("input", "A") + io("output", "C") + steps(*chain, extra="max_inflight_requests: 1")
+    ensemble = Ensemble(text, STREAM, ONE)
+    members = ensemble.members
+    _, answers = ensemble.infer({"A": 0})
+    stream = members.take("stream")
+    members.answer(stream, {"Y": 1}, final=False)
+    members.answer(stream, {"Y": 2})
+    members.at_once["one"] = lambda inputs: {"Y": 10 * inputs["X"]}
+    members.answer(members.take("one"), {"Y": 10})
+    assert answers.outputs == [{"C": 10}, {"C": 20}]
+    assert answers.final == 1
+
+
+def test_a_call_that_leaves_a_gate_and_is_refused_fails_the_request_once() -> None:
+    """Others that wait there are of no use then."""
+    chain = (step("stream", "X=A", "Y=t"), step("one", "X=t", "Y=C"))
+    text = io("input", "A") + io("output", "C") + steps(*chain, extra="max_inflight_requests: 1")
+    ensemble = Ensemble(text, STREAM, ONE)
+    members = ensemble.members
+    _, answers = ensemble.infer({"A": 0})
+    stream = members.take("stream")
+    for number in (1, 2, 3):
+        members.answer(stream, {"Y": number}, final=number == 3)
+
+    def refuse(_: object) -> Any:
+        raise UnavailableError("Exceeds maximum queue size")
+
+    members.at_once["one"] = refuse
+    members.answer(members.take("one"), {"Y": 10})
+    assert answers.outputs[0] == {"C": 10}
+    assert "Exceeds maximum queue size" in str(answers.error)
+    assert ensemble.scheduler.queued == 0
+    assert len(members.seen) == 3
 
 
 @pytest.mark.parametrize(
