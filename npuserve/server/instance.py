@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from npuserve.backends.base import LoopInstance, ModelInstance, PipelinedInstance, Placement, settle
 from npuserve.errors import (
@@ -71,7 +71,6 @@ class Instance:
         self.ended_ns = 0  # when the last batch ended
         self.execution_ns = 0  # what the last ones took, the longest of them for the longest time
         self.thread_id = 0
-        self.resources: Any = None  # what the rate limiter lent to the running batch
         self._loop = pool.loop
         self._held = 0  # requests whose reader is behind
         self._go_on = threading.Event()

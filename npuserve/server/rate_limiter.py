@@ -30,11 +30,17 @@ _Key = tuple[str, int]  # (resource, device)
 
 @dataclass
 class _Share:
-    """What one instance needs, and how often it was served."""
+    """What one instance needs, and how often it was served.
+
+    Attributes:
+        needs: of each batch.
+        lent: batches that have it now.
+    """
 
     needs: dict[_Key, int]
     priority: int
     executions: int = 0
+    lent: int = 0
 
     @property
     def rank(self) -> int:
@@ -89,6 +95,7 @@ class RateLimiter:
     def remove(self, pool: InstancePool) -> None:
         """Forget a model; nothing of it is running."""
         if self._pools.pop(pool, None) is not None:
+            pool.rate_limiter = None
             self._resize()
             self._wake_soon(pool)
 
@@ -111,17 +118,16 @@ class RateLimiter:
             share = state.shares[candidate.index]
             if self._available(share) and not self._yields_to_another(pool, share):
                 self._lend(share)
-                candidate.resources = share
                 return candidate
         state.waiting = True
         return None
 
     def release(self, instance: Instance) -> None:
-        """The execution ended: take the resources back and let waiting models try."""
-        share: _Share | None = instance.resources
-        if share is None:
+        """An execution ended: take its resources back and let waiting models try."""
+        share = self._pools[instance.pool].shares[instance.index]
+        if not share.lent:  # a warm-up has none
             return
-        instance.resources = None
+        share.lent -= 1
         for key, count in share.needs.items():
             self._lent[key] -= count
         self._wake_soon(instance.pool)
@@ -132,10 +138,10 @@ class RateLimiter:
         if not instance.inflight:
             lacking = self._short_of(self._pools[instance.pool].shares[instance.index])
         return [
-            other
-            for pool in self._pools
-            for other in pool.instances
-            if other.resources is not None and lacking & other.resources.needs.keys()
+            pool.instances[index]
+            for pool, state in self._pools.items()
+            for index, share in state.shares.items()
+            if share.lent and lacking & share.needs.keys()
         ]
 
     # ---------------------------------------------------------------- resources
@@ -152,6 +158,7 @@ class RateLimiter:
 
     def _lend(self, share: _Share) -> None:
         share.executions += 1
+        share.lent += 1
         for key, count in share.needs.items():
             self._lent[key] = self._lent.get(key, 0) + count
 

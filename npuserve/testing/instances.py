@@ -50,7 +50,6 @@ class FakeInstance:
         self.inflight = 0
         self.available = True
         self.execution_ns = 0
-        self.resources: Any = None
         self._waiting: deque[FakeExecution] = deque()
 
     @property

@@ -31,7 +31,13 @@ class Models:
         self.started: list[str] = []
 
     def add(
-        self, name: str, rate_limiter: str, count: int = 1, device: int = 0, scheduling: str = ""
+        self,
+        name: str,
+        rate_limiter: str,
+        count: int = 1,
+        device: int = 0,
+        scheduling: str = "",
+        max_inflight: int = 1,
     ) -> None:
         """Load a model whose instances all have this `rate_limiter`."""
         config = ModelConfig()
@@ -43,7 +49,7 @@ class Models:
             self.started.append(name)
             return 10 * MS
 
-        pool = FakePool(self.clock, count=count, duration_ns=duration)
+        pool = FakePool(self.clock, count=count, duration_ns=duration, max_inflight=max_inflight)
         for instance in pool.instances:
             instance.placement = Placement(
                 instance.name, "GPU", device, 0, instance.index, rate_limiter=group.rate_limiter
@@ -129,6 +135,18 @@ def test_a_priority_of_two_gets_half_the_turns_of_one() -> None:
     models.send("seldom", 40)
     models.clock.advance(ms=300)
     assert abs(models.started.count("often") - 2 * models.started.count("seldom")) <= 2
+
+
+def test_an_instance_of_overlapping_batches_gives_back_what_each_of_them_had() -> None:
+    """Two batches side by side, twice: nothing of the resource is lost."""
+    models = Models(RateLimitResource("R", 2))
+    models.add("m", 'resources { name: "R" count: 1 }', max_inflight=3)
+    for _ in range(3):
+        models.send("m", 3)
+        assert models.running() == 2
+        models.clock.advance(ms=20)
+        assert models.running() == 0
+    assert len(models.started) == 9
 
 
 @pytest.mark.parametrize("strategy", ["direct", "oldest"])
