@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from npuserve.backends.base import settle
-from npuserve.errors import InternalError, InvalidArgumentError, InvalidConfigError, NpuserveError
+from npuserve.errors import InvalidArgumentError, InvalidConfigError, NpuserveError
 from npuserve.model_config import datatype_name
 from npuserve.request import InferenceRequest
 from npuserve.tensor import (
@@ -29,6 +29,8 @@ from npuserve.tensor import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from npuserve.response import InferenceResponse
     from npuserve.server.instance import Instance
     from npuserve.server.model import Model
@@ -39,16 +41,14 @@ async def run_warmup(model: Model) -> None:
     """Run all samples, one after the other, each on all instances side by side.
 
     Raises:
-        InvalidConfigError: a sample's data cannot be made.
-        InternalError: the model failed on a sample.
+        InvalidConfigError: a sample's data cannot be made, or are no request for the model.
+        InvalidArgumentError: the model failed on a sample; the code is Triton's.
     """
     for index, sample in enumerate(model.config.model_warmup):
         if not sample.batch_size:
             continue
         try:
-            inputs = await asyncio.to_thread(
-                sample_inputs, sample, model.context.model_dir, model.max_batch_size > 0
-            )
+            inputs = await _sample_request(model, sample)
         except InvalidArgumentError as error:
             raise InvalidConfigError(str(error), f"model_warmup[{index}]") from error
         for _ in range(sample.count or 1):
@@ -56,10 +56,40 @@ async def run_warmup(model: Model) -> None:
                 _WarmupBatch(model, sample.batch_size, inputs).run(instance)
                 for instance in model.pool.instances
             ]
-            errors = [error for error in await asyncio.gather(*runs) if error is not None]
-            if errors:
-                raise InternalError(f"failed to run warmup sample '{sample.name}': {errors[0]}; ")
+            failures = [errors for errors in await asyncio.gather(*runs) if errors]
+            if failures:
+                raise _failure(sample, *failures[0])
             await model.pool.wait_idle()
+
+
+async def _sample_request(model: Model, sample: Any) -> list[Tensor]:
+    """The inputs as the model gets them, checked like those of any request.
+
+    What is no input of the configuration goes to the model as it is, such as the controls of a
+    sequence.
+    """
+    if sample.batch_size > max(model.max_batch_size, 1):
+        raise _failure(
+            sample,
+            f"batch size {sample.batch_size} for '{model.name}', "
+            f"max allowed is {model.max_batch_size}",
+        )
+    own = model.validator.inputs
+    batched = frozenset(own if model.max_batch_size > 0 else ())
+    inputs = await asyncio.to_thread(sample_inputs, sample, model.context.model_dir, batched)
+    by_name = {tensor.name: tensor for tensor in inputs if tensor.name in own}
+    request = InferenceRequest(model.name, by_name, _nobody_waits)
+    model.validator.check(request)
+    return [*request.inputs.values(), *(tensor for tensor in inputs if tensor.name not in own)]
+
+
+def _nobody_waits(response: InferenceResponse | None, final: bool) -> None:
+    """The request is only checked."""
+
+
+def _failure(sample: Any, *errors: object) -> InvalidArgumentError:
+    reasons = "".join(f"{error}; " for error in errors)
+    return InvalidArgumentError(f"failed to run warmup sample '{sample.name}': {reasons}")
 
 
 class _WarmupBatch:
@@ -69,18 +99,18 @@ class _WarmupBatch:
         self._statistics: ModelStatistics = model.statistics
         self._ended = asyncio.get_running_loop().create_future()
         self._open = batch_size
-        self._error: NpuserveError | None = None
+        self._errors: list[NpuserveError] = []
         self._requests = [self._request(model, inputs) for _ in range(batch_size)]
 
-    async def run(self, instance: Instance) -> NpuserveError | None:
-        """Execute on this instance; returns the first error response."""
+    async def run(self, instance: Instance) -> list[NpuserveError]:
+        """Execute on this instance; returns the errors that came."""
         now_ns = time.monotonic_ns()
         for request in self._requests:
             request.start_ns = request.queue_ns = now_ns
         self._statistics.pending += len(self._requests)
         instance.run(self._requests, len(self._requests))
         await self._ended
-        return self._error
+        return self._errors
 
     def _request(self, model: Model, inputs: list[Tensor]) -> InferenceRequest:
         request = InferenceRequest(
@@ -91,19 +121,21 @@ class _WarmupBatch:
         return request
 
     def _answered(self, response: InferenceResponse | None, final: bool) -> None:
-        if response is not None and response.error is not None and self._error is None:
-            self._error = response.error
+        if response is not None and response.error is not None:
+            self._errors.append(response.error)
         if final:
             self._open -= 1
             if not self._open:
                 settle(self._ended, None)
 
 
-def sample_inputs(sample: Any, model_dir: Path, batching: bool) -> list[Tensor]:
+def sample_inputs(sample: Any, model_dir: Path, batched: Collection[str]) -> list[Tensor]:
     """The tensors of one ModelWarmup message; reads files, so it may block.
 
     Args:
-        batching: put a batch dimension of 1 in front of the dims.
+        sample: the message.
+        model_dir: where the files are.
+        batched: inputs that get a batch dimension of 1 in front of the dims.
 
     Raises:
         InvalidArgumentError: the sample is incomplete or its file does not fit.
@@ -121,7 +153,7 @@ def sample_inputs(sample: Any, model_dir: Path, batching: bool) -> list[Tensor]:
                 "warmup setting expects all variable-size dimensions are specified for input "
                 f"'{name}'"
             )
-        shape = [1, *settings.dims] if batching else list(settings.dims)
+        shape = [1, *settings.dims] if name in batched else list(settings.dims)
         data = _data(settings, sample.name, datatype, element_count(shape), model_dir)
         tensors.append(Tensor(name, datatype, shape, data))
     return tensors

@@ -13,7 +13,7 @@ from google.protobuf import text_format
 
 from npuserve.backends.base import ExecutionBatch
 from npuserve.backends.identity import IdentityInstance
-from npuserve.errors import InvalidArgumentError, NpuserveError
+from npuserve.errors import InvalidArgumentError, NpuserveError, UnavailableError
 from npuserve.model_config import ModelConfig
 from npuserve.response import InferenceResponse
 from npuserve.server.warmup import sample_inputs
@@ -25,7 +25,7 @@ def sample(inputs: str, model_dir: Path, batching: bool = False) -> list[Tensor]
     config = ModelConfig()
     text = f'model_warmup {{ name: "s" batch_size: 1 inputs {{ key: "I" value {{ {inputs} }} }} }}'
     text_format.Parse(text, config)
-    return sample_inputs(config.model_warmup[0], model_dir, batching)
+    return sample_inputs(config.model_warmup[0], model_dir, {"I"} if batching else set())
 
 
 WARMUP = """
@@ -58,6 +58,81 @@ async def test_a_failing_sample_fails_the_load(tmp_path: Path) -> None:
         assert "sam" in entry.reason
         with pytest.raises(NpuserveError, match="sam"):
             await server.load_model("m")
+
+
+def one_sample(inputs: str, batch_size: int = 1) -> str:
+    return f'model_warmup {{ name: "sam" batch_size: {batch_size} {inputs} }}'
+
+
+def of(name: str, data_type: str = "TYPE_FP32", dims: int = 2) -> str:
+    value = f"data_type: {data_type} dims: {dims} zero_data: true"
+    return f'inputs {{ key: "{name}" value {{ {value} }} }}'
+
+
+@pytest.mark.parametrize(
+    ("warmup", "text"),
+    [
+        (
+            one_sample(of("X", "TYPE_INT32")),
+            "input 'X' data-type is 'INT32', but model 'm' expects",
+        ),
+        (
+            one_sample(of("X", dims=3)),
+            "unexpected shape for input 'X' for model 'm'. Expected [-1,2",
+        ),
+        (one_sample(of("Q")), "expected 1 inputs but got 0 inputs for model 'm'. Got input(s) []"),
+        (one_sample(""), "expected 1 inputs but got 0 inputs for model 'm'. Got input(s) []"),
+        (one_sample(of("X"), 9), "failed to run warmup sample 'sam': batch size 9 for 'm', max"),
+    ],
+)
+async def test_a_sample_is_checked_like_a_request(tmp_path: Path, warmup: str, text: str) -> None:
+    """With Triton's words, and where in the file it is."""
+    write_model(tmp_path, "m", warmup)
+    async with serve(tmp_path) as server:
+        (entry,) = await server.repository_index()
+    assert entry.reason.startswith("Invalid argument: ")
+    assert text in entry.reason
+    assert "config.pbtxt:" in entry.reason
+    assert ": model_warmup[0])" in entry.reason
+
+
+async def test_what_is_no_input_reaches_the_model_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Controls and states of a sequence have no batch dimension put in front."""
+    seen: dict[str, list[int]] = {}
+
+    def execute(instance: IdentityInstance, batch: ExecutionBatch) -> None:
+        for request in batch.requests:
+            seen.update({tensor.name: list(tensor.shape) for tensor in request.inputs.values()})
+            batch.send(request, InferenceResponse([]))
+
+    monkeypatch.setattr(IdentityInstance, "execute", execute)
+    write_model(tmp_path, "m", one_sample(of("X") + of("START", dims=1)))
+    async with serve(tmp_path) as server:
+        assert await server.model_ready("m")
+    assert seen == {"X": [1, 2], "START": [1]}
+
+
+async def test_a_model_that_fails_says_so_for_each_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The text of Triton 2.51 in the index and, around it, as the load's answer."""
+
+    def execute(instance: IdentityInstance, batch: ExecutionBatch) -> None:
+        for request in batch.requests:
+            batch.send(request, InferenceResponse.from_error(UnavailableError("boo")))
+
+    monkeypatch.setattr(IdentityInstance, "execute", execute)
+    write_model(tmp_path, "m", one_sample(of("X"), batch_size=2))
+    async with serve(tmp_path) as server:
+        (entry,) = await server.repository_index()
+        assert entry.reason == "Invalid argument: failed to run warmup sample 'sam': boo; boo; "
+        with pytest.raises(InvalidArgumentError) as caught:
+            await server.load_model("m")
+        assert str(caught.value) == (
+            f"load failed for model 'm': version 1 is at UNAVAILABLE state: {entry.reason};\n"
+        )
 
 
 async def test_a_load_may_be_given_up_while_a_sample_runs(
