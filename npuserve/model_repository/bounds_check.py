@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from npuserve.model_config import ModelConfig
 
 _MAX_INSTANCES = 4096
-_MAX_PRIORITY_LEVELS = 10_000
 _MAX_SEQUENCES = 100_000
 _MAX_WARMUP = 65_536
 
@@ -41,8 +40,6 @@ def _bounded(config: ModelConfig) -> Iterator[tuple[str, int, int]]:
     """(field, its value, the most it may be)."""
     for index, group in enumerate(config.instance_group):
         yield f"instance_group[{index}].count", group.count, _MAX_INSTANCES
-    levels = config.dynamic_batching.priority_levels
-    yield "dynamic_batching.priority_levels", levels, _MAX_PRIORITY_LEVELS
     if config.HasField("sequence_batching"):
         most = config.sequence_batching.oldest.max_candidate_sequences
         yield "sequence_batching.oldest.max_candidate_sequences", most, _MAX_SEQUENCES

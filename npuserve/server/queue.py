@@ -10,6 +10,7 @@ Source: Triton core src/scheduler_utils.cc (PolicyQueue, PriorityQueue).
 from __future__ import annotations
 
 import heapq
+from bisect import bisect
 from collections import deque
 from dataclasses import dataclass
 from itertools import chain
@@ -20,9 +21,12 @@ from npuserve.model_config import enum_name
 from npuserve.server.validation import request_prefix
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping
 
     from npuserve.request import InferenceRequest
+
+
+_SPARE_LEVELS = 64  # priority levels that may be kept empty
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,10 +128,15 @@ class Level:
         self._deadlines: list[tuple[int, int, InferenceRequest]] = []
         self._sequence = 0
 
+    @property
+    def live(self) -> int:
+        """Number of requests."""
+        return self.unexpired.live + self.delayed.live
+
     def push(self, request: InferenceRequest, now_ns: int) -> None:
         """See `PriorityQueue.push`."""
         policy = self.policy
-        if policy.max_size and self.unexpired.live + self.delayed.live >= policy.max_size:
+        if policy.max_size and self.live >= policy.max_size:
             raise UnavailableError(request_prefix(request.id) + "Exceeds maximum queue size")
         self.unexpired.append(request)
         if policy.timeout_ns:
@@ -165,9 +174,14 @@ class Level:
 class PriorityQueue:
     """Requests of one model in the order they are to be served.
 
+    A level is made when the first request comes and lost when it is empty and others are made, so
+    that any number of levels costs what the requests in them do.
+
     Args:
-        policies: one per level, the most urgent first.
-        default_level: index of the level of requests without a (valid) priority.
+        policy: of the levels without an own one.
+        levels: how many there are; 1 is the most urgent.
+        default_level: of requests without a (valid) priority.
+        own_policies: by level.
 
     Attributes:
         live: number of requests.
@@ -179,9 +193,14 @@ class PriorityQueue:
     """
 
     __slots__ = (
+        "_count",
         "_default",
+        "_default_level",
         "_lanes",
         "_levels",
+        "_order",
+        "_own_policies",
+        "_policy",
         "elements",
         "entered",
         "handed_over_early",
@@ -189,13 +208,28 @@ class PriorityQueue:
         "timed",
     )
 
-    def __init__(self, policies: Sequence[QueuePolicy], default_level: int = 0) -> None:
-        self._levels = [Level(policy) for policy in policies]
-        self._lanes = [lane for level in self._levels for lane in (level.unexpired, level.delayed)]
-        self._default = self._levels[default_level]
-        self.timed = any(policy.timeout_ns for policy in policies)
-        limited = any(policy.max_size for policy in policies)
-        self.handed_over_early = len(policies) == 1 and not (self.timed or limited)
+    def __init__(
+        self,
+        policy: QueuePolicy,
+        *,
+        levels: int = 1,
+        default_level: int = 1,
+        own_policies: Mapping[int, QueuePolicy] | None = None,
+    ) -> None:
+        own = own_policies or {}
+        policies = [*own.values(), policy] if len(own) < levels else list(own.values())
+        self._policy = policy
+        self._own_policies = own
+        self._count = levels
+        self._default_level = default_level
+        self._default = Level(own.get(default_level, policy))
+        self._levels = {default_level: self._default}
+        # Those that are there, in the order of urgency: their numbers, and the two lanes of each.
+        self._order = [default_level]
+        self._lanes = [self._default.unexpired, self._default.delayed]
+        self.timed = any(each.timeout_ns for each in policies)
+        limited = any(each.max_size for each in policies)
+        self.handed_over_early = levels == 1 and not (self.timed or limited)
         self.live = 0
         self.elements = 0
         self.entered = 0
@@ -203,15 +237,19 @@ class PriorityQueue:
     @classmethod
     def from_config(cls, message: Any) -> PriorityQueue:
         """The queue a ModelDynamicBatching message asks for."""
-        default_policy = QueuePolicy.from_config(message.default_queue_policy)
+        policy = QueuePolicy.from_config(message.default_queue_policy)
         if not message.priority_levels:
-            return cls([default_policy])
-        own: Mapping[int, Any] = message.priority_queue_policy
-        policies = [
-            QueuePolicy.from_config(own[level]) if level in own else default_policy
-            for level in range(1, message.priority_levels + 1)
-        ]
-        return cls(policies, message.default_priority_level - 1)
+            return cls(policy)
+        return cls(
+            policy,
+            levels=message.priority_levels,
+            default_level=message.default_priority_level,
+            own_policies={
+                level: QueuePolicy.from_config(own)
+                for level, own in message.priority_queue_policy.items()
+                if 0 < level <= message.priority_levels
+            },
+        )
 
     def __len__(self) -> int:
         return self.live
@@ -232,16 +270,33 @@ class PriorityQueue:
         Raises:
             UnavailableError: the level already holds max_queue_size requests.
         """
-        levels = self._levels
         # Without levels the request's priority means nothing; out of range is the default level.
-        if len(levels) > 1 and 0 < request.priority <= len(levels):
-            levels[request.priority - 1].push(request, now_ns)
-        else:
-            self._default.push(request, now_ns)
+        level = self._default
+        if 0 < request.priority <= self._count and request.priority != self._default_level:
+            level = self._levels.get(request.priority) or self._make_level(request.priority)
+        level.push(request, now_ns)
         elements = request.batch_size or 1
         self.live += 1
         self.elements += elements
         self.entered += elements
+
+    def _make_level(self, priority: int) -> Level:
+        """A level that is not there, in place of empty ones once these are the most."""
+        if len(self._levels) > 2 * self.live + _SPARE_LEVELS:
+            self._drop_empty_levels()
+        level = self._levels[priority] = Level(self._own_policies.get(priority, self._policy))
+        at = bisect(self._order, priority)
+        self._order.insert(at, priority)
+        self._lanes[2 * at : 2 * at] = [level.unexpired, level.delayed]
+        return level
+
+    def _drop_empty_levels(self) -> None:
+        default, levels = self._default, self._levels
+        self._order = [at for at in self._order if levels[at].live or levels[at] is default]
+        self._levels = {at: levels[at] for at in self._order}
+        self._lanes = [
+            lane for each in self._levels.values() for lane in (each.unexpired, each.delayed)
+        ]
 
     def discard(self, request: InferenceRequest) -> None:
         """Take out a request that was cancelled."""
@@ -265,19 +320,19 @@ class PriorityQueue:
 
     def expire(self, now_ns: int) -> list[InferenceRequest]:
         """Requests whose time is over and that are to be rejected; they are out of the queue."""
-        rejected = [request for level in self._levels for request in level.expire(now_ns)]
+        rejected = [request for level in self._levels.values() for request in level.expire(now_ns)]
         for request in rejected:
             self._left(request)
         return rejected
 
     def next_deadline_ns(self) -> int:
         """When the next request expires; 0 if none will."""
-        deadlines = [level.next_deadline_ns() for level in self._levels]
+        deadlines = [level.next_deadline_ns() for level in self._levels.values()]
         return min((deadline for deadline in deadlines if deadline), default=0)
 
     def _forget_the_gone(self) -> None:
         if self.timed:
-            for level in self._levels:
+            for level in self._levels.values():
                 level.forget_the_gone()
 
     def _left(self, request: InferenceRequest) -> None:

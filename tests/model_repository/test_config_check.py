@@ -295,8 +295,6 @@ def test_rules_of_batch_inputs_and_outputs(block: str, problem: str) -> None:
     ("block", "field"),
     [
         ("instance_group { count: 2147483647 }", "instance_group[0].count"),
-        ("dynamic_batching { priority_levels: 4294967295 default_priority_level: 1 }",
-         "dynamic_batching.priority_levels"),
         ("sequence_batching { oldest { max_candidate_sequences: 2147483647 } }",
          "sequence_batching.oldest.max_candidate_sequences"),
         ("model_warmup { batch_size: 1 } model_warmup { batch_size: 4294967295 }",

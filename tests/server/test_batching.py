@@ -16,7 +16,7 @@ NOW = 1_000_000
 
 
 def queue_of(sizes: list[int], ages: list[int] | None = None) -> PriorityQueue:
-    queue = PriorityQueue([QueuePolicy()])
+    queue = PriorityQueue(QueuePolicy())
     for position, size in enumerate(sizes):
         request = InferenceRequest("m", {}, lambda *_: None)
         request.batch_size = size
