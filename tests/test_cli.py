@@ -132,8 +132,8 @@ def test_trace_flags_make_one_value() -> None:
          'invalid value for trace mode option: x. Available options are "triton" and '
          '"opentelemetry"'),
         ("--trace-config=level=x", "invalid value for trace level option: x"),
-        ("--trace-config=levl=x",
-         "unknown trace setting 'levl'; known here: count, level, mode, rate"),
+        ("--trace-config=levels=x",
+         "unknown trace setting 'levels'; known here: count, level, mode, rate"),
     ],
 )  # fmt: skip
 def test_a_bad_value_is_answered_in_triton_s_words(word: str, text: str) -> None:

@@ -37,10 +37,10 @@ class Block(NamedTuple):
 
 
 def blocks(language: str) -> list[Block]:
-    """Every block of a language; those of the Chinese README are those of the English one."""
+    """Every block of a language; those of the Chinese pages are those of the English ones."""
     found = []
     for page in PAGES:
-        if page.name == "README.zh-CN.md":
+        if page.name.endswith(".zh-CN.md"):
             continue
         content = page.read_text(encoding="utf-8")
         for match in FENCE.finditer(content):
@@ -233,11 +233,19 @@ def test_named_tests_exist() -> None:
             assert (ROOT / name).exists(), f"{page.relative_to(ROOT)} names {name}"
 
 
-def test_both_readmes_say_the_same() -> None:
-    """The Chinese page has the same sections, blocks, table rows and links as the English one."""
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, id=str(page.relative_to(ROOT)))
+        for page in PAGES
+        if page.name.endswith(".zh-CN.md")
+    ],
+)
+def test_pages_of_both_languages_say_the_same(page: Path) -> None:
+    """A Chinese page has the same sections, blocks, table rows and links as the English one."""
     shapes = []
-    for name in ("README.md", "README.zh-CN.md"):
-        content = (ROOT / name).read_text(encoding="utf-8")
+    for path in (page, page.with_name(page.name.replace(".zh-CN", ""))):
+        content = path.read_text(encoding="utf-8")
         code = [
             re.sub(r"\s*#.*", "", match["text"]) if match["language"] == "bash" else match["text"]
             for match in FENCE.finditer(content)
@@ -245,7 +253,8 @@ def test_both_readmes_say_the_same() -> None:
         levels = re.findall(r"^#+ ", content, re.M)
         rows = len(re.findall(r"^\|", content, re.M))
         links = sorted(
-            link for link in re.findall(r"\]\(([^)]+)\)", content) if not link.startswith("README")
+            re.sub(r"#.*", "", link).replace(".zh-CN.md", ".md")  # anchors are headings
+            for link in re.findall(r"\]\(([^)]+)\)", content)
         )
         shapes.append((code, levels, rows, links))
     assert shapes[0] == shapes[1]
