@@ -58,10 +58,15 @@ class Appointment:
         """Call back at this time (0: never) unless that happens earlier anyway."""
         if not when_ns or (self._timer is not None and self._when_ns <= when_ns):
             return
-        if self._timer is not None:
-            self._timer.cancel()
+        self.cancel()
         self._when_ns = when_ns
         self._timer = self._clock.call_at(when_ns, self._keep)
+
+    def cancel(self) -> None:
+        """Do not call until asked again."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     def _keep(self) -> None:
         self._timer = None

@@ -118,3 +118,18 @@ def test_an_appointment_is_kept_once_at_the_earliest_time() -> None:
     appointment.by(begin + 1_500)
     clock.advance(ns=1_000)
     assert kept == [begin + 200, begin + 1_500]
+
+
+def test_an_appointment_that_was_cancelled_can_be_made_anew() -> None:
+    """Nothing is left of the first one."""
+    clock = FakeClock()
+    kept: list[int] = []
+    appointment = Appointment(clock, lambda: kept.append(clock.now_ns()))
+    begin = clock.now_ns()
+    appointment.by(begin + 100)
+    appointment.cancel()
+    appointment.cancel()
+    assert clock.next_timer_ns == 0
+    appointment.by(begin + 300)
+    clock.advance(ns=1_000)
+    assert kept == [begin + 300]

@@ -341,7 +341,11 @@ class SequenceSlots:
     def make_room(self, now_ns: int) -> None:
         """Forget every idle sequence, so that the backlog can run; for a model that stops."""
         if self._backlog:
-            self._drop_idle(now_ns, now_ns)
+            self.forget_idle(now_ns)
+
+    def forget_idle(self, now_ns: int) -> None:
+        """Forget every idle sequence."""
+        self._drop_idle(now_ns, now_ns)
 
     def _drop_idle(self, since_ns: int, now_ns: int) -> None:
         """Forget the sequences that are idle since then or longer."""

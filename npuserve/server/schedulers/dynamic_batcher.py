@@ -33,7 +33,11 @@ _SHORT_EXECUTION_NS = 30_000_000
 
 
 class DynamicBatcher(QueuedScheduler):
-    """Scheduler of a model with `dynamic_batching`."""
+    """Scheduler of a model with `dynamic_batching`; making one reads its hooks, if any.
+
+    Raises:
+        InvalidArgumentError: the hooks of custom batching cannot be used.
+    """
 
     _queue: PriorityQueue
 
@@ -110,6 +114,7 @@ class DynamicBatcher(QueuedScheduler):
 
     def close(self) -> None:
         """See `Scheduler.close`."""
+        self._wake_up.cancel()
         if self._rules.strategy is not None:
             self._rules.strategy.close()
 

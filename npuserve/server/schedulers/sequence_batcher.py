@@ -60,7 +60,7 @@ class _Memory:
 
 
 class SequenceBatcher:
-    """Scheduler of a model with `sequence_batching`.
+    """Scheduler of a model with `sequence_batching`; making one reads files of initial states.
 
     Raises:
         InvalidArgumentError: the configuration of an implicit state is wrong.
@@ -205,7 +205,9 @@ class SequenceBatcher:
         self._wake()
 
     def close(self) -> None:
-        """See `Scheduler.close`."""
+        """See `Scheduler.close`. No timer of a sequence that never ended keeps the model."""
+        self._slots.forget_idle(self._clock.now_ns())
+        self._wake_up.cancel()
 
     # ---------------------------------------------------------------- starting batches
 

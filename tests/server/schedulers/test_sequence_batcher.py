@@ -318,6 +318,18 @@ def test_sequences_with_implicit_state_survive_their_instance() -> None:
     assert number(model.running()[0], "SI") == 5
 
 
+def test_a_freed_model_is_not_kept_by_its_idle_sequences() -> None:
+    """The timer that would end them goes with it."""
+    model = Model("max_sequence_idle_microseconds: 3600000000")
+    model.send(1, SEQUENCE_START)
+    model.run_all()
+    assert model.clock.next_timer_ns
+    model.batcher.stop()
+    model.batcher.close()
+    model.clock.run()
+    assert model.clock.next_timer_ns == 0
+
+
 # ---------------------------------------------------------------- iterative sequences
 
 
