@@ -11,8 +11,8 @@ custom batching library:
     def batch_finalize(state): ...                       # for every batch
 
 # Differs from Triton: hooks are Python, not a shared library. A batch is planned anew whenever
-# something changes, so `state` belongs to one look at the queue. The hooks run on the event loop
-# and must be quick.
+# something changes, so `state` belongs to one look at the queue. All but the first hook run on the
+# event loop and must be quick.
 """
 
 from __future__ import annotations

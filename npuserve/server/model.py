@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from npuserve.errors import InternalError, InvalidArgumentError
 from npuserve.model_config import is_decoupled
 from npuserve.server.instance_pool import InstancePool
 from npuserve.server.schedulers import create_scheduler
@@ -121,7 +122,7 @@ class Model:
             if self.backend is not None:
                 await self._start_instances(self.backend)
             configure_pool(self.pool, self.config)
-            self._scheduler = create_scheduler(self._scheduler_context(services))
+            self._scheduler = await self._make_scheduler(services)
             await warm_up(self)
         except BaseException:
             await self._free()
@@ -132,12 +133,17 @@ class Model:
 
     async def _start_instances(self, backend: Backend) -> None:
         made = await asyncio.to_thread(backend.load, self.context)
+        if len(made) != len(self.context.placements):
+            raise InternalError(
+                f"the backend of model '{self.name}' made {len(made)} instances, expected "
+                f"{len(self.context.placements)}: one for each placement"
+            )
         for placement, instance in zip(self.context.placements, made, strict=True):
             self.pool.add(placement, instance)
         await self.pool.initialize()
 
-    def _scheduler_context(self, services: Any) -> SchedulerContext:
-        return SchedulerContext(
+    async def _make_scheduler(self, services: Any) -> Scheduler:
+        context = SchedulerContext(
             name=self.name,
             version=self.version,
             config=self.config,
@@ -148,6 +154,10 @@ class Model:
             lookup=services.model,
             cache=services.cache if self.config.response_cache.enable else None,
         )
+        if self.backend is None:  # an ensemble's asks the other models
+            return create_scheduler(context)
+        # Others read files: initial states, and hooks, which may import anything.
+        return await asyncio.to_thread(create_scheduler, context)
 
     def accept(self, request: InferenceRequest) -> None:
         """Validate the request and queue it; from here the scheduler owns it.
@@ -252,7 +262,13 @@ class Model:
         for output in self.config.output:
             if output.label_filename:
                 path = Path(self.context.model_dir, output.label_filename)
-                text = path.read_text(encoding="utf-8", errors="surrogateescape")
+                try:
+                    text = path.read_text(encoding="utf-8", errors="surrogateescape")
+                except OSError as error:
+                    raise InvalidArgumentError(
+                        f"failed to read the labels of output '{output.name}' from {path}: "
+                        f"{error.strerror}"
+                    ) from error
                 labels[output.name] = text.splitlines()
         return labels
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import cast
 
 import pytest
 from google.protobuf import text_format
@@ -81,6 +85,19 @@ async def test_the_end_is_told_if_the_model_is_never_served(tmp_path: Path) -> N
     async with serve(tmp_path / "models") as server:
         assert server.lifecycle.failed_startup == ["m"]
         assert (tmp_path / "closed").exists()
+
+
+async def test_hooks_that_take_long_to_load_hold_up_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may import anything; the event loop goes on meanwhile."""
+    gate = threading.Event()
+    monkeypatch.setitem(sys.modules, "a_gate", cast("ModuleType", SimpleNamespace(gate=gate)))
+    directory = write_model(tmp_path, "m", "dynamic_batching { }")
+    (directory / "batchstrategy.py").write_text("import a_gate\nassert a_gate.gate.wait(5)\n")
+    async with serve(tmp_path, load_model=()) as server:
+        server.loop.call_later(0.01, gate.set)
+        await server.load_model("m")
 
 
 def test_the_version_folder_comes_before_the_model_folder(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from npuserve.backends.identity import IdentityBackend
 from npuserve.errors import NpuserveError, UnavailableError
 from tests.server.test_lifecycle import (
     CONFIG_JSON,
@@ -193,3 +194,24 @@ async def test_a_model_that_left_the_repository_is_unloaded_once_and_forgotten(
         before = server._serving_changes
         await server.lifecycle.poll_once()
         assert server._serving_changes == before
+
+
+async def test_labels_that_are_not_there_are_named(tmp_path: Path) -> None:
+    """With the output that wants them."""
+    write_model(tmp_path, "m")
+    config = tmp_path / "m" / "config.pbtxt"
+    config.write_text(config.read_text().replace('"Y"', '"Y" label_filename: "labels.txt"'))
+    async with serve(tmp_path) as server:
+        text = await reason(server, "m")
+        assert "failed to read the labels of output 'Y'" in text
+        assert f"{tmp_path}/m/labels.txt: No such file" in text
+
+
+async def test_a_backend_that_makes_the_wrong_number_of_instances_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """How many it made, and how many there should be."""
+    write_model(tmp_path, "m")
+    monkeypatch.setattr(IdentityBackend, "load", lambda backend, context: [])
+    async with serve(tmp_path) as server:
+        assert "made 0 instances, expected 1" in await reason(server, "m")

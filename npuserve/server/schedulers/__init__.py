@@ -8,7 +8,13 @@ __all__ = ["Scheduler", "SchedulerContext", "create_scheduler"]
 
 
 def create_scheduler(context: SchedulerContext) -> Scheduler:
-    """The scheduler that the configuration asks for (scheduling_choice), started."""
+    """The scheduler that the configuration asks for (scheduling_choice).
+
+    May block, but for an ensemble: see `DynamicBatcher` and `SequenceBatcher`.
+
+    Raises:
+        NpuserveError: what the configuration asks for cannot be.
+    """
     # Imported here: a model without sequences or ensembles does not pay for them at start-up.
     choice = context.config.WhichOneof("scheduling_choice")
     if choice == "ensemble_scheduling":
