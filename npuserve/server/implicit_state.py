@@ -58,7 +58,7 @@ class ImplicitState:
         self._model_name = config.name
         outputs = {entry.name for entry in config.output}
         lead = (1,) if config.max_batch_size > 0 else ()
-        specs: dict[str, StateSpec] = {}
+        specs: dict[str, list[StateSpec]] = {}
         names: set[str] = set()
         for index, state in enumerate(config.sequence_batching.state):
             field = f"sequence_batching.state[{index}]"
@@ -72,15 +72,13 @@ class ImplicitState:
                 initial = _initial_tensor(state, lead, model_dir)
             except InvalidArgumentError as error:
                 raise InvalidConfigError(str(error), f"{field}.initial_state") from error
-            specs[state.output_name] = StateSpec(
-                state.input_name,
-                state.output_name,
-                initial,
-                (*lead, *state.dims),
-                state.output_name in outputs,
-            )
-        self._specs = specs
-        self.initial: StateTensors = {spec.input_name: spec.initial for spec in specs.values()}
+            shape, is_output = (*lead, *state.dims), state.output_name in outputs
+            spec = StateSpec(state.input_name, state.output_name, initial, shape, is_output)
+            specs.setdefault(spec.output_name, []).append(spec)
+        self._specs = specs  # by output
+        self.initial: StateTensors = {
+            spec.input_name: spec.initial for each in specs.values() for spec in each
+        }
 
     def __bool__(self) -> bool:
         """Whether the model has any state."""
@@ -104,10 +102,10 @@ class ImplicitState:
         new: dict[str, Tensor] = {}
         kept: list[Tensor] = []
         for tensor in response.outputs:
-            spec = specs.get(tensor.name)
-            if spec is None or spec.is_output:
+            fed = specs.get(tensor.name, ())
+            if not fed or fed[0].is_output:
                 kept.append(tensor)
-            if spec is not None:
+            for spec in fed:
                 self._check_shape(spec, tensor)
                 # Copied: it may outlive the request by long, and must not hold a worker's or
                 # a device's buffer meanwhile.

@@ -59,6 +59,14 @@ def test_without_initial_state_the_first_input_is_zero(
     assert not made.as_numpy().any()
 
 
+def test_one_output_may_feed_two_inputs() -> None:
+    """Both are there from the first request on, and both get what the model writes."""
+    states = state(entry(name="A"), entry(name="B"))
+    assert list(states.initial) == ["A", "B"]
+    held = states.absorb(states.initial, response(SO=floats([[1, 2]])))
+    assert [held[name].as_numpy().tolist() for name in ("A", "B")] == [[[1, 2]], [[1, 2]]]
+
+
 def test_zero_text_is_empty_text() -> None:
     """Every element is there, with length 0."""
     made = state(entry(kind="STRING", dims="3"), max_batch_size=0).initial["SI"]
