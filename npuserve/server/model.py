@@ -125,7 +125,10 @@ class Model:
             self._scheduler = await self._make_scheduler(services)
             await warm_up(self)
         except BaseException:
-            await self._free()
+            try:
+                await self._free()
+            except Exception:  # the first error is the one to tell
+                logger.exception("freeing model '%s', which was not loaded, failed", self.name)
             raise
         self.pool.on_availability = self._availability_changed
         self.load_seconds = (_now_ns() - begin) / 1e9

@@ -215,3 +215,19 @@ async def test_a_backend_that_makes_the_wrong_number_of_instances_is_told(
     monkeypatch.setattr(IdentityBackend, "load", lambda backend, context: [])
     async with serve(tmp_path) as server:
         assert "made 0 instances, expected 1" in await reason(server, "m")
+
+
+async def test_a_backend_that_cannot_unload_does_not_hide_why_the_load_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first error is the reason; the other one is in the log."""
+
+    def fail(text: str) -> None:
+        raise ValueError(text)
+
+    write_model(tmp_path, "m")
+    monkeypatch.setattr(IdentityBackend, "load", lambda backend, context: fail("the cause"))
+    monkeypatch.setattr(IdentityBackend, "unload", lambda backend, context: fail("the effect"))
+    async with serve(tmp_path) as server:
+        assert "the cause" in await reason(server, "m")
+        assert "the effect" in caplog.text
