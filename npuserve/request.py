@@ -118,6 +118,12 @@ class InferenceRequest:
         batch_size: number of batch elements, 0 for a model without a batch dimension.
         *_ns: monotonic nanoseconds; 0 means not reached. `start_ns`: accepted by the core;
             `queue_ns`: entered a scheduler; `compute_start_ns`: its batch started.
+        response_count: responses handed over so far.
+        cancelled: nobody wants an answer any more.
+        finished: the final response was handed over.
+        filler: it stands in an empty sequence slot: no client, no statistics.
+        scheduling: private to the scheduler that has the request; for a step of an ensemble that
+            is an ensemble, the members that are held for it.
         trace: the request's sampled trace, None for nearly all requests.
         compute_ns: compute_input, compute_infer and compute_output durations, for the statistics
             of `parent`; set with the final response.
@@ -166,7 +172,7 @@ class InferenceRequest:
         self.on_release: Callable[[InferenceRequest], None] | None = None
         self.on_reschedule: Callable[[InferenceRequest], None] | None = None
         self.model: Any = None
-        self.scheduling: Any = None  # private to the scheduler that holds the request
+        self.scheduling: Any = None
         self.parent: InferenceRequest | None = None
         self.for_model: ModelCall | None = None
         self.trace: Any = None
@@ -181,7 +187,7 @@ class InferenceRequest:
         self.finished = False
         self.on_hold: Callable[[bool], None] | None = None
         self.held = False
-        self.filler = False  # stands in an empty sequence slot: no client, no statistics
+        self.filler = False
 
     def __repr__(self) -> str:
         return (

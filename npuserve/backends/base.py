@@ -216,7 +216,7 @@ class ExecutionBatch(Protocol):
 
         Gives the request back to its scheduler; nothing more may be sent for it in this batch.
         To be called before the execution ends. A request of any other model is answered with
-        an error.
+        an error; one that has its final response already is left alone.
         """
 
     def execution_over(self) -> None:

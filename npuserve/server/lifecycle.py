@@ -81,7 +81,11 @@ class Lifecycle:
         for name, reason in scan.problems.items():
             self.entry(name).failure = reason
         self._polled = await asyncio.to_thread(self._fingerprints, scan)
-        wanted = sorted(set(scan.models) | set(scan.problems)) if names is None else list(names)
+        wanted = (
+            sorted(set(scan.models) | set(scan.problems))
+            if names is None
+            else list(dict.fromkeys(names))
+        )
         configs = await self._configs(scan, wanted)
         operation = LoadOperation(self, scan, configs)
         progress = self._server.spawn(self._report_progress(), name="start-up progress")
