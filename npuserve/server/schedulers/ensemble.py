@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from npuserve.errors import UnavailableError
 from npuserve.server.ensemble_graph import EnsembleGraph
-from npuserve.server.ensemble_run import EnsembleParts, EnsembleRun, Gate, Members
+from npuserve.server.ensemble_members import EnsembleParts, Gate, Members
+from npuserve.server.ensemble_run import EnsembleRun
 from npuserve.server.response_cache import ModelCache
 from npuserve.server.schedulers.base import STOPPING
 from npuserve.server.validation import request_prefix
