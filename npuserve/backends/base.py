@@ -119,7 +119,7 @@ class ServerServices(Protocol):
 
     @property
     def custom_metrics(self) -> Any:
-        """Registry of the metric families that models create (server/metrics.py)."""
+        """Registry of the metric families that models create (server/custom_metrics.py)."""
 
 
 @dataclass(eq=False)

@@ -25,6 +25,7 @@ from npuserve.log import LogSettings
 from npuserve.model_config import datatype_name
 from npuserve.model_repository import parse_config
 from npuserve.server.core_sharing import CoreSharing, LinuxCores
+from npuserve.server.custom_metrics import CustomMetrics
 from npuserve.server.handover import Mailbox
 from npuserve.server.idle_memory import IdleMemory, release_heap
 from npuserve.server.lifecycle import Lifecycle
@@ -34,7 +35,7 @@ from npuserve.server.metadata import (
     ServerMetadata,
     TensorMetadata,
 )
-from npuserve.server.metrics import CustomMetrics, ServerMetrics
+from npuserve.server.metrics import ServerMetrics
 from npuserve.server.model_entry import ModelEntry, ModelState
 from npuserve.server.rate_limiter import RateLimiter
 from npuserve.server.response_cache import create_cache

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from prometheus_client import Metric
 
-from npuserve.server.custom_metrics import CustomMetrics, add_histogram
+from npuserve.server.custom_metrics import add_histogram
 from npuserve.server.latency import FIRST_RESPONSE_BUCKETS_MS, Histogram, LatencySummaries
 from npuserve.server.machine import Machine
 from npuserve.server.metric_families import (
@@ -46,8 +46,6 @@ if TYPE_CHECKING:
     from npuserve.server.core import InferenceServer
     from npuserve.server.model import Model
     from npuserve.server.statistics import DeviceStatistics
-
-__all__ = ["CustomMetrics", "MetricsConfig", "ServerMetrics"]
 
 logger = logging.getLogger(__name__)
 
