@@ -15,10 +15,12 @@ from npuserve.errors import InvalidArgumentError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-LEVELS = ("OFF", "TIMESTAMPS", "TENSORS", "MIN", "MAX")
+LEVELS = ("TIMESTAMPS", "TENSORS")
 
+_MAX_INT32 = (1 << 31) - 1
 _MAX_UINT32 = (1 << 32) - 1
-_INTEGER = re.compile(r"-?[0-9]{1,19}")
+# Differs from Triton: it reads " 1", "1.5" and "0x10" as far as they are decimal, and wraps -1.
+_INTEGER = re.compile(r"-?[0-9]{1,1000}")
 
 # A setting as the protocol has it: `trace_level` is a list, the others are texts.
 SettingValue = str | list[str]
@@ -29,7 +31,7 @@ class TraceSettings:
     """What can be set for all models or one.
 
     Attributes:
-        levels: of LEVELS, without OFF; empty is off.
+        levels: of LEVELS; empty is off.
         rate: every rate-th request is traced.
         count: traces left to take; -1 for no end.
         log_frequency: traces a file holds; 0 for all in one.
@@ -73,11 +75,11 @@ def known_levels(texts: tuple[str, ...]) -> tuple[str, ...]:
 
 def _parse_level(key: str, value: SettingValue) -> tuple[str, ...]:
     del key
-    # Unknown levels are ignored, as Triton does.
-    texts = [value] if isinstance(value, str) else [text for text in value if text in LEVELS]
+    texts = [value] if isinstance(value, str) else value
     if "OFF" in texts and len(texts) > 1:
         raise InvalidArgumentError("Expect only one trace level 'OFF' is specified")
-    return known_levels(tuple(texts))
+    # Unknown levels are ignored, as Triton does; here it does not know the deprecated ones either.
+    return tuple(dict.fromkeys(text for text in texts if text in LEVELS))
 
 
 def _parse_unsigned(key: str, value: SettingValue) -> int:
@@ -93,6 +95,10 @@ def _parse_count(key: str, value: SettingValue) -> int:
     number, text = _parse_integer(key, value)
     if number < -1:
         raise InvalidArgumentError(f"Unable to parse '{key}'. Expecting value >= -1, got:{text}")
+    if number > _MAX_INT32:
+        raise InvalidArgumentError(
+            f"Unable to parse '{key}', value is out of range [ -1, {_MAX_INT32} ], got: {text}"
+        )
     return number
 
 

@@ -96,14 +96,33 @@ def test_a_model_may_differ_and_falls_back_when_cleared() -> None:
             InvalidArgumentError,
             "Unable to parse 'trace_count', got: 9",
         ),
+        *(
+            (
+                {"trace_count": text},
+                InvalidArgumentError,
+                rf"range \[ -1, {2**31 - 1} \], got: {text}",
+            )
+            for text in ("2147483648", "9" * 20)
+        ),
+        *(
+            (
+                {"trace_rate": text},
+                InvalidArgumentError,
+                f"Unable to parse 'trace_rate', got: {text}",
+            )
+            for text in (" 1", "1.5", "0x10")
+        ),
         ({"trace_rate": "-1"}, InvalidArgumentError, r"out of range \[ 0, 4294967295 \], got: -1"),
         ({"trace_rate": "0"}, InvalidArgumentError, "setting :sample rate must be non-zero"),
         ({"trace_count": "-2"}, InvalidArgumentError, "Expecting value >= -1, got:-2"),
         ({"trace_rate": ["1", "2"]}, InvalidArgumentError, "expect only 1 value for 'trace_rate'"),
-        (
-            {"trace_level": ["OFF", "TIMESTAMPS"]},
-            InvalidArgumentError,
-            "Expect only one trace level 'OFF' is specified",
+        *(
+            (
+                {"trace_level": levels},
+                InvalidArgumentError,
+                "Expect only one trace level 'OFF' is specified",
+            )
+            for levels in (["OFF", "TIMESTAMPS"], ["x", "OFF"], ["OFF", "OFF"])
         ),
     ],
 )
@@ -116,6 +135,15 @@ def test_updates_that_are_refused_change_nothing(
     with pytest.raises(error, match=message):
         subject.update({"log_frequency": "9", **changes})
     assert subject.settings() == before
+
+
+def test_levels_that_the_protocol_does_not_have_are_ignored() -> None:
+    """As in Triton, where the deprecated ones are known on the command line only."""
+    subject = tracer()
+    subject.update({"trace_level": ["MIN", "x"]})
+    assert subject.settings()["trace_level"] == ["OFF"]
+    subject.update({"trace_level": ["MAX", "TENSORS", "TENSORS"]})
+    assert subject.settings()["trace_level"] == ["TENSORS"]
 
 
 def test_a_level_needs_a_file() -> None:

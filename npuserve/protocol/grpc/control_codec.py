@@ -183,12 +183,12 @@ def trace_response(settings: Mapping[str, Sequence[str] | str]) -> pb.TraceSetti
     return response
 
 
-def log_changes(request: pb.LogSettingsRequest) -> dict[str, bool | int | str | None]:
-    """The settings to change; a setting without a value is None."""
-    changes: dict[str, bool | int | str | None] = {}
+def log_changes(request: pb.LogSettingsRequest) -> dict[str, bool | int | str | tuple[()]]:
+    """The settings to change; the empty value that no setting takes is ()."""
+    changes: dict[str, bool | int | str | tuple[()]] = {}
     for key, value in request.settings.items():
         kind = value.WhichOneof("parameter_choice")
-        changes[key] = getattr(value, kind) if kind is not None else None
+        changes[key] = getattr(value, kind) if kind is not None else ()
     return changes
 
 

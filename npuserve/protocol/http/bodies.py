@@ -229,7 +229,7 @@ class CudaRegionsReply(RootModel[list[CudaRegionReply]]):
 class TraceBody(Body):
     """Trace settings to change; null clears one."""
 
-    trace_file: str | None = None
+    trace_file: JsonValue = Field(None, description="Cannot be changed.")
     trace_level: list[str] | None = None
     trace_rate: str | None = None
     trace_count: str | None = None
@@ -243,7 +243,7 @@ class TraceReply(RootModel[dict[str, str | list[str]]]):
 class LogBody(Body):
     """Log settings to change; null leaves one as it is."""
 
-    log_file: str | None = None
+    log_file: JsonValue = Field(None, description="Cannot be changed.")
     log_info: bool | None = None
     log_warning: bool | None = None
     log_error: bool | None = None

@@ -50,6 +50,7 @@ async def read_body(request: Request, model: type[B], limit: int, *, optional: b
     Raises:
         InvalidArgumentError: malformed, too large, or members of the wrong type.
     """
+    # Differs from Triton: it takes a value that is no object for an empty one.
     text = await read_bytes(request, limit)
     value = {} if optional and not text else parse_json(text)
     try:

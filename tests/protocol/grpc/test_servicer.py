@@ -186,8 +186,13 @@ async def test_log_settings(rig: Rig) -> None:
     setting = pb.LogSettingsRequest.SettingValue(uint32_param=2)
     after = await call(rig, "LogSettings", settings={"log_verbose_level": setting})
     assert after.settings["log_verbose_level"].uint32_param == 2
-    code, _ = await refused(rig, "LogSettings", settings={"log_info": setting})
-    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    for value in (setting, pb.LogSettingsRequest.SettingValue()):
+        answer = await refused(rig, "LogSettings", settings={"log_info": value, "x": value})
+        assert answer == (grpc.StatusCode.INVALID_ARGUMENT, "expect boolean for 'log_info'")
+    code, _ = await refused(
+        rig, "LogSettings", settings={"log_file": pb.LogSettingsRequest.SettingValue()}
+    )
+    assert code is grpc.StatusCode.UNIMPLEMENTED
 
 
 async def test_trace_settings(rig: Rig) -> None:

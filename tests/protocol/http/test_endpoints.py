@@ -144,6 +144,9 @@ async def test_repository(start: Start) -> None:
         ("models/none/trace/setting", {}, 400, "Request for unknown model : none"),
         ("logging", {"log_info": "yes"}, 400, "log_info"),
         ("logging", {"log_file": "x"}, 501, "log file location can not be updated"),
+        ("logging", {"log_file": 5}, 501, "log file location can not be updated"),
+        ("logging", [], 400, "request body"),
+        ("logging", {"log_format": "x"}, 400, "invalid argument for log_format, got: x"),
     ],
 )
 async def test_bad_bodies(start: Start, path: str, body: Any, status: int, text: str) -> None:
