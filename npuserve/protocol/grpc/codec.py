@@ -23,12 +23,12 @@ from npuserve.protocol.grpc.parameters import (
     FINAL_RESPONSE,
     SharedMemoryReference,
     apply_parameters,
-    int_parameter,
     set_parameter,
     shared_memory_reference,
 )
 from npuserve.protocol.grpc.raw_contents import split_raw_contents, varint
 from npuserve.request import InferenceRequest, ResponseCallback
+from npuserve.server.validation import request_prefix
 from npuserve.tensor import MANY_STRINGS, NUMPY_DTYPE, Buffer, Tensor, element_count
 
 if TYPE_CHECKING:
@@ -141,8 +141,13 @@ def output_options(message: pb.ModelInferRequest) -> dict[str, OutputOption] | N
             continue
         classification = 0
         if "classification" in output.parameters:
-            classification = int_parameter(output.parameters, "classification")
-            if classification == 0:
+            parameter = output.parameters["classification"]
+            if parameter.WhichOneof("parameter_choice") != "int64_param":
+                raise InvalidArgumentError(
+                    "invalid value type for 'classification' parameter, expected int64_param"
+                )
+            classification = parameter.int64_param
+            if classification <= 0:
                 raise InvalidArgumentError(
                     "invalid value for 'classification' parameter, expected >= 0"
                 )
@@ -235,7 +240,9 @@ def _inputs(
     for item in message.inputs:
         name = item.name
         if name in inputs:
-            raise InvalidArgumentError(f"input '{name}' already exists in request")
+            raise InvalidArgumentError(
+                f"{request_prefix(message.id)}input '{name}' already exists in request"
+            )
         memory = shared_memory_reference(name, item.parameters) if item.parameters else None
         if memory is not None:
             if item.HasField("contents"):

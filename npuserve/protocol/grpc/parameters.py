@@ -77,6 +77,7 @@ def _set_sequence_id(
         # The id is unsigned in the server; a client's bits are taken as they are.
         request.correlation_id = parameter.int64_param & 0xFFFF_FFFF_FFFF_FFFF
     elif kind == "uint64_param":
+        # Differs from Triton: it refuses this type, which says what is meant.
         request.correlation_id = parameter.uint64_param
     elif kind == "string_param":
         request.correlation_id = checked_text_id(parameter.string_param)
@@ -140,6 +141,11 @@ def shared_memory_reference(
 ) -> SharedMemoryReference | None:
     """The region an input or output lies in, if its parameters name one."""
     if "shared_memory_region" not in parameters:
+        if "shared_memory_byte_size" in parameters:
+            raise InvalidArgumentError(
+                "'shared_memory_byte_size' can not be specified without 'shared_memory_region' "
+                f"parameter for tensor '{tensor}'"
+            )
         return None
     region = parameters["shared_memory_region"]
     if region.WhichOneof("parameter_choice") != "string_param":
@@ -151,12 +157,12 @@ def shared_memory_reference(
         )
     offset = 0
     if "shared_memory_offset" in parameters:
-        offset = int_parameter(parameters, "shared_memory_offset")
-    byte_size = int_parameter(parameters, "shared_memory_byte_size")
+        offset = _int_parameter(parameters, "shared_memory_offset")
+    byte_size = _int_parameter(parameters, "shared_memory_byte_size")
     return SharedMemoryReference(region.string_param, offset, byte_size)
 
 
-def int_parameter(parameters: Mapping[str, pb.InferParameter], key: str) -> int:
+def _int_parameter(parameters: Mapping[str, pb.InferParameter], key: str) -> int:
     """A parameter that must be an integer of at least 0."""
     parameter = parameters[key]
     if parameter.WhichOneof("parameter_choice") != "int64_param":

@@ -109,8 +109,11 @@ def decode_infer(
         _decode_parameters(message, document["parameters"])
     source = _InputSource(memoryview(binary), model_name, read_region)
     message.inputs = source.decode(objects(document["inputs"], "inputs"), message.id)
-    for entry in objects(document.get("outputs") or [], "outputs"):
-        message.outputs[text_member(entry, "name")] = _decode_output(entry)
+    # Differs from Triton: null is no value, here and for other optional members.
+    outputs = document.get("outputs")
+    for entry in objects(outputs, "outputs") if outputs is not None else ():
+        # Of an output listed twice the first entry counts, as in Triton.
+        message.outputs.setdefault(text_member(entry, "name"), _decode_output(entry))
     return message
 
 

@@ -121,7 +121,7 @@ def _region_and_contents() -> pb.ModelInferRequest:
             "unexpected explicit tensor data for input tensor 'IN' for model 'm' of type 'FP32', "
             "binary data was already supplied.",
         ),
-        (_twice(), "input 'IN' already exists in request"),
+        (_twice(), "[request id: <id_unknown>] input 'IN' already exists in request"),
         (_no_data(), "unable to find data for input tensor 'IN' for model 'm' in request."),
         (_surplus_data(), "unexpected additional input data for model 'm'"),
         (
@@ -138,6 +138,11 @@ def _region_and_contents() -> pb.ModelInferRequest:
             _region_and_contents(),
             "unexpected 'content' provided when using shared memory for input tensor 'IN' for "
             "model 'm'",
+        ),
+        (
+            _region(byte_size=4),
+            "'shared_memory_byte_size' can not be specified without 'shared_memory_region' "
+            "parameter for tensor 'IN'",
         ),
         (_region(region=1, byte_size=4), "invalid value type for 'shared_memory_region'"),
         (_region(region="r", byte_size="4"), "invalid value type for 'shared_memory_byte_size'"),
@@ -377,12 +382,33 @@ def test_output_options() -> None:
         "B": codec.OutputOption(3, None),
         "C": codec.OutputOption(0, SharedMemoryReference("r", 0, 64)),
     }
-    output.parameters["classification"].int64_param = 0
-    with pytest.raises(InvalidArgumentError, match="invalid value for 'classification'"):
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "text"),
+    [
+        ("classification", 0, "invalid value for 'classification' parameter, expected >= 0"),
+        ("classification", -1, "invalid value for 'classification' parameter, expected >= 0"),
+        (
+            "classification",
+            "3",
+            "invalid value type for 'classification' parameter, expected int64_param",
+        ),
+        (
+            "shared_memory_byte_size",
+            8,
+            "'shared_memory_byte_size' can not be specified without 'shared_memory_region' "
+            "parameter for tensor 'B'",
+        ),
+    ],
+)
+def test_wrong_output_options(key: str, value: ParameterValue, text: str) -> None:
+    """With the texts of Triton 2.51."""
+    message = pb.ModelInferRequest(outputs=[{"name": "B"}])
+    set_parameter(message.outputs[0].parameters[key], value)
+    with pytest.raises(InvalidArgumentError) as caught:
         codec.output_options(message)
-    output.parameters["classification"].string_param = "3"
-    with pytest.raises(InvalidArgumentError, match="'classification'"):
-        codec.output_options(message)
+    assert str(caught.value) == text
 
 
 def test_bytes_stay_in_wire_form() -> None:

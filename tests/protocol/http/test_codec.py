@@ -97,6 +97,9 @@ def test_outputs_come_back_in_order(parts: list[tuple[bytes, bool]]) -> None:
         ({"inputs": [entry(shape=2)]}, "'shape': attempt to access JSON non-array"),
         ({"inputs": [entry(), entry()]}, "input 'x' already exists in request"),
         ({"inputs": [], "outputs": [{}]}, "member 'name'"),
+        ({"inputs": [], "outputs": {}}, "'outputs': attempt to access JSON non-array as array"),
+        ({"inputs": [], "outputs": ""}, "'outputs': attempt to access JSON non-array as array"),
+        ({"inputs": [], "outputs": 0}, "'outputs': attempt to access JSON non-array as array"),
         (
             {"inputs": [], "outputs": [{"name": "y", "parameters": {"binary_data": 1}}]},
             "'binary_data': attempt to access JSON non-boolean",
@@ -171,6 +174,21 @@ def test_a_listed_output_says_itself_whether_it_is_binary() -> None:
     head, blobs = encode(InferenceResponse([Tensor("y", "INT8", [1], b"\5")]), message)
     assert head["outputs"][0]["data"] == [5]
     assert blobs == []
+
+
+def test_of_an_output_listed_twice_the_first_counts() -> None:
+    """As in Triton 2.51."""
+    binary = {"name": "y", "parameters": {"binary_data": True}}
+    for entries in ([{"name": "y"}, binary], [binary, {"name": "y"}]):
+        message = decode({"inputs": [], "outputs": entries})
+        assert message.outputs == {"y": Output(binary=entries[0] is binary)}
+
+
+def test_null_is_no_value() -> None:
+    """Clients that are generated from a schema send it for what they leave out."""
+    message = decode({"inputs": [entry(parameters=None)], "outputs": None, "id": None})
+    assert (message.id, message.outputs) == ("", {})
+    assert bytes(message.inputs["x"].data) == bytes(decode({"inputs": [entry()]}).inputs["x"].data)
 
 
 def test_outputs_nobody_asked_for_are_left_out() -> None:
