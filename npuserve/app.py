@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 # number has grown by a quarter. What is left of old cycles goes when the server is idle.
 _GC_THRESHOLDS = (700, 10, 100)
 
+_METRICS = "Metrics Service"
+
 
 class FrontEnd(Protocol):
     """A listener: HTTP, gRPC, metrics, SageMaker or Vertex AI."""
@@ -114,7 +116,8 @@ async def front_ends(server: InferenceServer) -> AsyncIterator[list[FrontEnd]]:
     Raises:
         _FrontEndFailedError: a port could not be opened.
     """
-    opened: list[FrontEnd] = []
+    answering: list[FrontEnd] = []
+    watching: list[FrontEnd] = []
     grace_s = server.options.exit_timeout_secs
     try:
         for listener in _listeners(server):
@@ -125,12 +128,13 @@ async def front_ends(server: InferenceServer) -> AsyncIterator[list[FrontEnd]]:
                 text = f"failed to start {listener.short_name}: {error.code.value} - {error}"
                 logger.error(text)
                 raise _FrontEndFailedError(text) from error
-            opened.append(service)
+            (watching if listener.name == _METRICS else answering).append(service)
             # Log scrapers wait for these lines; they are Triton's.
             logger.info("Started %s at %s:%d", listener.name, listener.address, service.port)
-        yield opened
+        yield [*answering, *watching]
     finally:
-        await asyncio.gather(*(service.stop(grace_s) for service in opened))
+        for services in (answering, watching):  # what is answered last is counted, too
+            await asyncio.gather(*(service.stop(grace_s) for service in services))
 
 
 class _Listener(NamedTuple):
@@ -169,7 +173,7 @@ def _listeners(server: InferenceServer) -> Iterator[_Listener]:
         from npuserve.protocol.http.metrics import MetricsServer
 
         metrics = MetricsServer(server, options)
-        yield _Listener("Metrics Service", "Metrics service", options.metrics_address, metrics)
+        yield _Listener(_METRICS, "Metrics service", options.metrics_address, metrics)
 
 
 def _import_front_ends(options: ServerOptions) -> None:

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -141,39 +142,76 @@ def test_sigint_while_a_model_loads_ends_the_start(repository: Path) -> None:
     assert process.returncode in (0, 1)
 
 
-def test_an_exit_that_takes_too_long_names_who_is_waited_for(repository: Path) -> None:
-    """The signal, the model with its requests in flight, then code 1."""
+def start_executing(
+    repository: Path, then: str, *flags: str
+) -> tuple[subprocess.Popen[str], dict[str, int], socket.socket]:
+    """A server with a request that is being executed: process, ports by service, its client."""
     model = repository / "slow" / "1"
     model.mkdir(parents=True)
     fifo_path = repository.parent / "fifo"
     (model / "model.py").write_text(
         "import os, time\n"
+        "import triton_python_backend_utils as pb_utils\n"
         "class TritonPythonModel:\n"
         "    def execute(self, requests):\n"
         f"        os.write(os.open({str(fifo_path)!r}, os.O_WRONLY), b'x')\n"
-        "        time.sleep(60)\n"
+        f"        {then}\n"
+        "        tensor = pb_utils.Tensor('Y', requests[0].inputs()[0].as_numpy())\n"
+        "        return [pb_utils.InferenceResponse([tensor])]\n"
     )
     (model.parent / "config.pbtxt").write_text(CONFIG.replace("identity", "python"))
     os.mkfifo(fifo_path)
-    flags = (f"--model-repository={repository}", "--exit-timeout-secs=0", *ANY_PORTS)
-    process = subprocess.Popen(command(*flags), stderr=subprocess.PIPE, text=True)
-    with process:
-        assert process.stderr is not None
-        started = None
-        while not started:
-            line = process.stderr.readline()
-            assert line, "the server ended"
-            started = re.search(r"Started HTTPService at 0\.0\.0\.0:(\d+)", line)
-        body = b'{"inputs": [{"name": "X", "datatype": "FP32", "shape": [1], "data": [1]}]}'
-        head = f"POST /v2/models/slow/infer HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
-        with socket.create_connection(("127.0.0.1", int(started[1]))) as client:
-            client.sendall(head.encode() + b"\r\n" + body)
-            with open(fifo_path, "rb") as fifo:
-                assert fifo.read(1) == b"x"  # it is executing
-            process.send_signal(signal.SIGTERM)
-            text = process.communicate(timeout=15)[1]
+    process = subprocess.Popen(
+        command(f"--model-repository={repository}", *ANY_PORTS, *flags),
+        stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    ports: dict[str, int] = {}
+    while "Metrics Service" not in ports:
+        started = re.search(r"Started (.+) at 0\.0\.0\.0:(\d+)", next_line(process))
+        if started:
+            ports[started[1]] = int(started[2])
+    body = b'{"inputs": [{"name": "X", "datatype": "FP32", "shape": [1], "data": [1]}]}'
+    head = f"POST /v2/models/slow/infer HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
+    client = socket.create_connection(("127.0.0.1", ports["HTTPService"]))
+    client.sendall(head.encode() + b"\r\n" + body)
+    with open(fifo_path, "rb") as fifo:
+        assert fifo.read(1) == b"x"
+    return process, ports, client
+
+
+def next_line(process: subprocess.Popen[str]) -> str:
+    assert process.stderr is not None
+    line = process.stderr.readline()
+    assert line, "the server ended"
+    return line
+
+
+def test_an_exit_that_takes_too_long_names_who_is_waited_for(repository: Path) -> None:
+    """The signal, the model with its requests in flight, then code 1."""
+    process, _, client = start_executing(repository, "time.sleep(60)", "--exit-timeout-secs=0")
+    with process, client:
+        process.send_signal(signal.SIGTERM)
+        text = process.communicate(timeout=15)[1]
     assert process.returncode == 1
     assert '"Signal (15) received."' in text
     assert '"Timeout 0: Found 1 model versions that have in-flight inferences"' in text
     assert "\"Model 'slow' (version 1) has 1 in-flight inferences\"" in text
     assert text.splitlines()[-1].endswith('"Exit timeout expired. Exiting immediately."')
+
+
+def test_metrics_can_be_read_until_the_last_request_is_answered(repository: Path) -> None:
+    """What is answered after SIGTERM would else be missing in every dashboard."""
+    gate = repository.parent / "gate"
+    os.mkfifo(gate)
+    process, ports, client = start_executing(repository, f"open({str(gate)!r}).read()")
+    with process, client:
+        process.send_signal(signal.SIGTERM)
+        while "has 1 in-flight inferences" not in next_line(process):
+            pass
+        url = f"http://127.0.0.1:{ports['Metrics Service']}/metrics"
+        with urllib.request.urlopen(url, timeout=15) as reply:
+            assert b"nv_inference_count" in reply.read()
+        gate.write_text("go")
+        assert client.recv(15) == b"HTTP/1.1 200 OK"
+        process.communicate(timeout=15)
+    assert process.returncode == 0
