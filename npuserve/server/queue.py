@@ -133,16 +133,18 @@ class Level:
         """Number of requests."""
         return self.unexpired.live + self.delayed.live
 
-    def push(self, request: InferenceRequest, now_ns: int) -> None:
+    def push(self, request: InferenceRequest, now_ns: int) -> int:
         """See `PriorityQueue.push`."""
         policy = self.policy
         if policy.max_size and self.live >= policy.max_size:
             raise UnavailableError(request_prefix(request.id) + "Exceeds maximum queue size")
         self.unexpired.append(request)
-        if policy.timeout_ns:
-            deadline_ns = now_ns + policy.request_timeout_ns(request)
-            self._sequence += 1
-            heapq.heappush(self._deadlines, (deadline_ns, self._sequence, request))
+        if not policy.timeout_ns:
+            return 0
+        deadline_ns = now_ns + policy.request_timeout_ns(request)
+        self._sequence += 1
+        heapq.heappush(self._deadlines, (deadline_ns, self._sequence, request))
+        return deadline_ns
 
     def forget_the_gone(self) -> None:
         """Requests have left: let go of them once they are the most in the heap."""
@@ -260,12 +262,15 @@ class PriorityQueue:
             return iter(self._lanes[0])
         return chain.from_iterable(lane for lane in self._lanes if lane.live)
 
-    def push(self, request: InferenceRequest, now_ns: int) -> None:
+    def push(self, request: InferenceRequest, now_ns: int) -> int:
         """Append `request` to its priority level and note when it expires.
 
         Args:
             request: in the queue once this returns; still the caller's if it raises.
             now_ns: monotonic.
+
+        Returns:
+            When it expires; 0 for never.
 
         Raises:
             UnavailableError: the level already holds max_queue_size requests.
@@ -274,11 +279,12 @@ class PriorityQueue:
         level = self._default
         if 0 < request.priority <= self._count and request.priority != self._default_level:
             level = self._levels.get(request.priority) or self._make_level(request.priority)
-        level.push(request, now_ns)
+        deadline_ns = level.push(request, now_ns)
         elements = request.batch_size or 1
         self.live += 1
         self.elements += elements
         self.entered += elements
+        return deadline_ns
 
     def _make_level(self, priority: int) -> Level:
         """A level that is not there, in place of empty ones once these are the most."""

@@ -81,7 +81,7 @@ class DynamicBatcher(QueuedScheduler):
         if request.for_model is not None:  # it may become part of any batch
             queue.handed_over_early = False
         try:
-            queue.push(request, request.queue_ns)
+            deadline_ns = queue.push(request, request.queue_ns)
         except UnavailableError:
             # Differs from Triton: a request refused by a full queue is counted as a failure, so
             # that an overloaded model is seen in the metrics.
@@ -92,8 +92,8 @@ class DynamicBatcher(QueuedScheduler):
         request.on_cancel = self._on_cancel
         if self._order is not None:
             self._order.add(request)
-        if queue.timed:
-            self._wake_for_deadline()
+        if deadline_ns:
+            self._wake_up.by(deadline_ns)
         if self._rules.delay_ns:
             self._gathering.arrived(queue.elements + self._executing)
         callers_are_back = queue.entered >= regrouping.target
