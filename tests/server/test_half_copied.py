@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tests.server.test_lifecycle import CONFIG, serve, states, write_model
+from tests.server.lifecycle_driver import CONFIG, serve, states, write_model
 
 if TYPE_CHECKING:
     from pathlib import Path

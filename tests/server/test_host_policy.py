@@ -11,7 +11,7 @@ from npuserve.errors import InvalidArgumentError
 from npuserve.options import ServerOptions
 from npuserve.server.core import InferenceServer
 from npuserve.server.host_policy import policy_cores
-from tests.server.test_lifecycle import infer
+from tests.server.lifecycle_driver import infer
 
 MINE = sorted(os.sched_getaffinity(0))
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import tempfile
 import threading
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pytest
 
 from npuserve.errors import (
@@ -19,102 +17,19 @@ from npuserve.errors import (
     NpuserveError,
     UnavailableError,
 )
-from npuserve.options import ServerOptions
-from npuserve.request import InferenceRequest
-from npuserve.server.core import InferenceServer
-from npuserve.tensor import Tensor
+from tests.server.lifecycle_driver import (
+    CONFIG_JSON,
+    SLOW,
+    everything_below,
+    infer,
+    reason,
+    serve,
+    states,
+    write_model,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    from npuserve.response import InferenceResponse
-
-CONFIG = """
-backend: "identity"
-max_batch_size: 8
-input [ {{ name: "X" data_type: TYPE_FP32 dims: [ {width} ] }} ]
-output [ {{ name: "Y" data_type: TYPE_FP32 dims: [ {width} ] }} ]
-instance_group [ {{ kind: KIND_CPU }} ]
-{more}
-"""
-
-CONFIG_JSON = '{"backend": "identity"}'
-
-ENSEMBLE = """
-platform: "ensemble"
-max_batch_size: 8
-input [ { name: "A" data_type: TYPE_FP32 dims: [ 2 ] } ]
-output [ { name: "B" data_type: TYPE_FP32 dims: [ 2 ] } ]
-ensemble_scheduling { step [ { model_name: "%s" model_version: -1
-  input_map { key: "%s" value: "A" } output_map { key: "%s" value: "B" } } ] }
-"""
-
-
-SLOW = 'parameters { key: "execute_delay_ms" value { string_value: "50" } }'
-
-TWO_STEPS = """
-platform: "ensemble"
-max_batch_size: 8
-input [ { name: "A" data_type: TYPE_FP32 dims: [ 2 ] } ]
-output [ { name: "B" data_type: TYPE_FP32 dims: [ 2 ] } ]
-ensemble_scheduling { step [
-  { model_name: "first" model_version: -1
-    input_map { key: "X" value: "A" } output_map { key: "Y" value: "t" } },
-  { model_name: "second" model_version: -1
-    input_map { key: "X" value: "t" } output_map { key: "Y" value: "B" } } ] }
-"""
-
-
-def write_model(
-    root: Path, name: str, text: str = "", *, width: int = 2, more: str = "", versions: str = "1"
-) -> None:
-    """A model of the identity backend (or of `text`), written so that it looks modified."""
-    directory = root / name
-    for version in versions.split():
-        (directory / version).mkdir(parents=True, exist_ok=True)
-    config = directory / "config.pbtxt"
-    previous = config.stat().st_mtime_ns if config.exists() else 0
-    config.write_text(text or CONFIG.format(width=width, more=more))
-    if previous:
-        os.utime(config, ns=(previous + 10**9, previous + 10**9))
-
-
-def serve(root: Path, **options: Any) -> InferenceServer:
-    options.setdefault("model_control_mode", "explicit")
-    options.setdefault("load_model", ("*",))
-    if options["model_control_mode"] != "explicit":
-        del options["load_model"]
-    return InferenceServer(ServerOptions(model_repository=(str(root),), **options))
-
-
-async def infer(
-    server: InferenceServer, model: str, name: str = "X", width: int = 2, version: int = -1
-) -> InferenceResponse:
-    """One request of ones; the error of a refused or failed one is raised."""
-    answer: asyncio.Future[InferenceResponse] = asyncio.get_running_loop().create_future()
-
-    def receive(response: InferenceResponse | None, final: bool) -> None:
-        assert response is not None
-        assert final
-        answer.set_result(response)
-
-    tensor = Tensor.from_numpy(name, np.ones((1, width), np.float32))
-    server.infer(InferenceRequest(model, {name: tensor}, receive, model_version=version))
-    response = await answer
-    if response.error is not None:
-        raise response.error
-    return response
-
-
-async def states(server: InferenceServer) -> dict[str, str]:
-    return {
-        f"{row.name}:{row.version}" if row.version else row.name: row.state
-        for row in await server.repository_index()
-    }
-
-
-async def reason(server: InferenceServer, name: str) -> str:
-    return next(row.reason for row in await server.repository_index() if row.name == name)
 
 
 async def test_start_up_serves_every_model_of_the_repository(tmp_path: Path) -> None:
@@ -316,11 +231,6 @@ async def test_files_of_an_unloaded_model_are_not_used_again(
         assert everything_below(temporary) == []
 
 
-def everything_below(folder: Path) -> list[Path]:
-    """All files and folders."""
-    return sorted(folder.rglob("*"))
-
-
 @pytest.mark.parametrize("name", ["", ".", "..", "/", "/x", "a/b", "../m", "a\0b"])
 async def test_a_name_that_is_a_path_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
@@ -362,114 +272,6 @@ async def test_control_calls_need_the_explicit_mode(tmp_path: Path, mode: str) -
             await server.load_model("m")
         with pytest.raises(UnavailableError, match="explicit"):
             await server.unload_model("m")
-
-
-async def test_an_ensemble_loads_its_members(tmp_path: Path) -> None:
-    """Loading the ensemble alone makes both ready, and it answers."""
-    write_model(tmp_path, "m")
-    write_model(tmp_path, "e", ENSEMBLE % ("m", "X", "Y"))
-    async with serve(tmp_path, load_model=("e",)) as server:
-        assert await states(server) == {"e:1": "READY", "m:1": "READY"}
-        assert (await infer(server, "e", name="A")).outputs[0].name == "B"
-
-
-async def test_unloading_a_member_unloads_its_ensemble(tmp_path: Path) -> None:
-    """Neither answers any more."""
-    write_model(tmp_path, "m")
-    write_model(tmp_path, "e", ENSEMBLE % ("m", "X", "Y"))
-    async with serve(tmp_path) as server:
-        await server.unload_model("m")
-        with pytest.raises(NpuserveError):
-            await infer(server, "e", name="A")
-
-
-@pytest.mark.parametrize("operation", ["unload", "reload", "shutdown"])
-async def test_a_running_ensemble_request_keeps_its_members(tmp_path: Path, operation: str) -> None:
-    """A step not started when its model is unloaded or replaced runs on the former one."""
-    write_model(tmp_path, "first", more=SLOW)
-    write_model(tmp_path, "second")
-    write_model(tmp_path, "e", TWO_STEPS)
-    async with serve(tmp_path) as server:
-        former = server.model("second")
-        running = asyncio.ensure_future(infer(server, "e", name="A"))
-        await asyncio.sleep(0)
-        if operation == "unload":
-            await server.unload_model("second")
-            with pytest.raises(NpuserveError):
-                server.model("second")
-        elif operation == "reload":
-            write_model(tmp_path, "second")
-            await server.load_model("second")
-            assert server.model("second") is not former
-        assert not running.done()
-    assert (await running).error is None
-    assert former.statistics.inference_count == 1
-
-
-@pytest.mark.parametrize("operation", ["unload inner", "unload m", "reload inner", "reload m"])
-async def test_a_running_request_keeps_the_members_of_ensembles_inside(
-    tmp_path: Path, operation: str
-) -> None:
-    """A step two ensembles below that has not started runs on the model of the beginning."""
-    write_model(tmp_path, "first", more=SLOW)
-    write_model(tmp_path, "m")
-    write_model(tmp_path, "inner", ENSEMBLE % ("m", "X", "Y"))
-    write_model(tmp_path, "second", ENSEMBLE % ("inner", "A", "B"))
-    outer = TWO_STEPS.replace('key: "X" value: "t"', 'key: "A" value: "t"')
-    write_model(tmp_path, "e", outer.replace('key: "Y" value: "B"', 'key: "B" value: "B"'))
-    async with serve(tmp_path) as server:
-        former = server.model("m")
-        running = asyncio.ensure_future(infer(server, "e", name="A"))
-        await asyncio.sleep(0)
-        verb, name = operation.split()
-        if verb == "unload":
-            await server.unload_model(name)
-        else:
-            text = (tmp_path / name / "config.pbtxt").read_text()
-            (tmp_path / name / "config.pbtxt").write_text(f"{text}\n# changed")
-            await server.load_model(name)
-        assert (await running).error is None
-    assert former.statistics.inference_count == 1
-
-
-async def test_unloading_a_member_unloads_all_ensembles_above_it(tmp_path: Path) -> None:
-    """Also those that only contain an ensemble that contains it."""
-    write_model(tmp_path, "m")
-    write_model(tmp_path, "inner", ENSEMBLE % ("m", "X", "Y"))
-    write_model(tmp_path, "outer", ENSEMBLE % ("inner", "A", "B"))
-    write_model(tmp_path, "other")
-    async with serve(tmp_path) as server:
-        await server.unload_model("m")
-        assert [model.name for model in server.models] == ["other"]
-
-
-async def test_unload_dependents_takes_members_nobody_else_needs(tmp_path: Path) -> None:
-    """Members loaded only for the ensemble go with it."""
-    write_model(tmp_path, "m")
-    write_model(tmp_path, "e", ENSEMBLE % ("m", "X", "Y"))
-    async with serve(tmp_path, load_model=("e",)) as server:
-        await server.unload_model("e", unload_dependents=True)
-        with pytest.raises(NpuserveError):
-            await infer(server, "m")
-
-
-async def test_ensembles_that_need_each_other_are_refused_by_name(tmp_path: Path) -> None:
-    """A cycle is reported, not waited for."""
-    write_model(tmp_path, "e1", ENSEMBLE % ("e2", "A", "B"))
-    write_model(tmp_path, "e2", ENSEMBLE % ("e1", "A", "B"))
-    async with serve(tmp_path) as server:
-        assert "circular dependency between ensembles: e1 -> e2 -> e1" in await reason(server, "e1")
-        assert sorted(server.lifecycle.failed_startup) == ["e1", "e2"]
-
-
-async def test_an_ensemble_of_a_broken_member_says_which(tmp_path: Path) -> None:
-    """The reason names the member and its own failure."""
-    write_model(tmp_path, "m", 'backend: "no_such_backend"')
-    write_model(tmp_path, "e", ENSEMBLE % ("m", "X", "Y"))
-    async with serve(tmp_path) as server:
-        text = await reason(server, "e")
-        assert "'m'" in text
-        assert "no_such_backend" in text
 
 
 async def test_concurrent_loads_and_unloads_end_in_a_clear_state(tmp_path: Path) -> None:

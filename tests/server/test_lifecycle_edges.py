@@ -11,7 +11,7 @@ import pytest
 
 from npuserve.backends.identity import IdentityBackend
 from npuserve.errors import NpuserveError, UnavailableError
-from tests.server.test_lifecycle import (
+from tests.server.lifecycle_driver import (
     CONFIG_JSON,
     ENSEMBLE,
     SLOW,

@@ -9,7 +9,7 @@ import pytest
 from npuserve.errors import InternalError, InvalidArgumentError
 from npuserve.options import ServerOptions
 from npuserve.server.core import InferenceServer
-from tests.server.test_lifecycle import ENSEMBLE, infer, states, write_model
+from tests.server.lifecycle_driver import ENSEMBLE, infer, states, write_model
 
 if TYPE_CHECKING:
     from pathlib import Path
