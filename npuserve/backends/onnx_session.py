@@ -240,6 +240,8 @@ def usable_cores(limit_file: Path = _CPU_LIMIT) -> int:
 
     Source: Linux, Documentation/admin-guide/cgroup-v2.rst, cpu.max: "$MAX $PERIOD", or "max".
     """
+    # Differs from Triton: it leaves the number to onnxruntime, which knows no limit; the threads
+    # would then use up the quota of a period at once and stand still for the rest of it.
     cores = len(os.sched_getaffinity(0))
     try:
         quota, period = limit_file.read_text().split()

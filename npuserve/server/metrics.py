@@ -69,6 +69,7 @@ class MetricsConfig:
     def from_settings(cls, settings: Mapping[str, str]) -> MetricsConfig:
         """Read the settings; what is unknown or cannot be read is logged and left out."""
         for name in settings.keys() - _SETTINGS:
+            # Differs from Triton: it says nothing, and a dashboard stays empty.
             logger.warning(
                 "--metrics-config %s is not known and has no effect; known: %s",
                 name, ", ".join(sorted(_SETTINGS)),
