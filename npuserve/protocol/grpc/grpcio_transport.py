@@ -18,6 +18,7 @@ import grpc.aio
 from npuserve.protocol.grpc import framing
 from npuserve.protocol.grpc.transport import (
     MAX_CONCURRENT_STREAMS,
+    SHUTTING_DOWN,
     Method,
     StreamReceiver,
     TransportOptions,
@@ -78,8 +79,10 @@ class GrpcioTransport:
             raise OSError(str(error)) from error
         await self._server.start()
 
-    async def stop(self, grace_s: float) -> None:
+    async def stop(self, grace_s: float, refuse: Callable[[], None]) -> None:
         """See `Transport.stop`."""
+        refuse()
+        self._calls.refused = True
         if self._server is None:
             return
         # The library would cut new calls at once; they are to get the servicer's refusal.
@@ -153,9 +156,14 @@ def native_transport(
 
 
 class _ActiveCalls:
-    """Counts the calls inside its `with` blocks."""
+    """Counts the calls inside its `with` blocks.
+
+    Attributes:
+        refused: new unary calls are turned away.
+    """
 
     def __init__(self) -> None:
+        self.refused = False
         self._count = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -295,6 +303,8 @@ def _unary(
 
     async def serve(request: bytes, context: Any) -> bytes:
         call = _UnaryCall(context)
+        if calls.refused:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, SHUTTING_DOWN)
         with calls:
             handle(request, call)
             try:

@@ -22,7 +22,7 @@ from npuserve.errors import (
 from npuserve.protocol.classification import classify
 from npuserve.protocol.grpc import codec
 from npuserve.protocol.grpc.templates import RequestTemplate, RequestTemplates, ResponseHeads
-from npuserve.protocol.grpc.transport import fail
+from npuserve.protocol.grpc.transport import SHUTTING_DOWN, fail
 from npuserve.request import InferenceRequest
 from npuserve.server.trace import TraceContext
 
@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from npuserve.tensor import Buffer
 
 logger = logging.getLogger(__name__)
-
-SHUTTING_DOWN = "GRPC server is shutting down and has stopped accepting new requests."
 
 
 class ReplyPlan(NamedTuple):
@@ -91,13 +89,16 @@ class InferFrontEnd:
         self._templates = RequestTemplates()
         self._heads = ResponseHeads()
 
+    def stop(self) -> None:
+        """Refuse what comes on open streams from now on; transports take no more calls."""
+        self.stopping = True
+
     def unary(self, data: Buffer, call: Call) -> None:
         """ModelInfer: one request, one response.
 
         Raises:
             NpuserveError: refused; the call is still open.
         """
-        self.check_open()
         template = self._templates.match(data)
         if template is not None:
             self._unary_again(template, data, call)
@@ -141,7 +142,7 @@ class InferFrontEnd:
         template.checked = request.checked
 
     def check_open(self) -> None:
-        """Refuse new requests once the server is going down."""
+        """Refuse what comes on an open stream once the server is going down."""
         if self.stopping:
             raise UnavailableError(SHUTTING_DOWN)
 

@@ -52,9 +52,14 @@ _CONFIGURATION = ngh2.Configuration(
 )
 # Bytes given to the socket at once; between two of them a slow peer can make us stop.
 _WRITE_BYTES = 1 << 20
+# For a client to close its side of a connection that we have closed.
+_LINGER_S = 1.0
 # For the client's preface and settings, as gRPC core has it; nobody may hold a socket for nothing.
 HANDSHAKE_S = 120.0
 _DRAIN_PING = b"draining"
+# For the client's answer to it. gRPC core waits for 20 s; a stop is not to take that long because
+# of a client that is stuck.
+_DRAIN_S = 1.0
 # gRPC lets a client ping an idle connection every two hours, whatever the options say.
 _IDLE_PING_INTERVAL_S = 7200.0
 _AGE_JITTER = 0.1  # gRPC spreads the age of connections by this share
@@ -67,6 +72,7 @@ class Connection(asyncio.BufferedProtocol):
         h2: sans-I/O state; whoever changes it calls `schedule_flush`.
         streams: calls in progress by stream id.
         compresses: whether responses may be compressed at all.
+        told: the client has no more calls on the way that it does not know to be in vain.
     """
 
     def __init__(self, owner: Nghttp2Transport) -> None:
@@ -85,7 +91,9 @@ class Connection(asyncio.BufferedProtocol):
         self._to_reset: list[int] = []
         self._greeted = False  # the client has sent its settings
         self._draining = False
+        self._told = False  # the final GOAWAY is on its way
         self._closing = False
+        self._lingering = False  # all is written, our side is closed
         self._last_read = self.loop.time()
         self._last_ping = -_IDLE_PING_INTERVAL_S
         self._ping_strikes = 0
@@ -97,6 +105,9 @@ class Connection(asyncio.BufferedProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """See `asyncio.BaseProtocol`."""
         transport = cast("asyncio.Transport", transport)  # uvloop's class is no subclass
+        if self._owner.stopping:  # accepted at the last moment: the client goes elsewhere
+            transport.abort()
+            return
         self._transport = transport
         transport.set_write_buffer_limits(high=2 * _WRITE_BYTES)
         self._owner.connections.add(self)
@@ -112,6 +123,8 @@ class Connection(asyncio.BufferedProtocol):
     def buffer_updated(self, nbytes: int) -> None:
         """Bytes of the client are in the read buffer."""
         self._last_read = self.loop.time()
+        if self._lingering:
+            return
         self._reading = True
         try:
             self.h2.receive_data(self._owner.read_buffer[:nbytes])
@@ -184,7 +197,8 @@ class Connection(asyncio.BufferedProtocol):
     def drain(self) -> None:
         """Tell the client to go elsewhere with new calls; running ones may end.
 
-        The final GOAWAY follows when the client has seen the notice: it answers the ping.
+        The final GOAWAY follows when the client has seen the notice: it answers the ping. Calls
+        it sent before are served as any other.
         """
         if self._draining or self._closing:
             return
@@ -194,7 +208,13 @@ class Connection(asyncio.BufferedProtocol):
             self.h2.ping(_DRAIN_PING)
         except ngh2.ConnectionStateError:
             self._closing = True  # the client has said goodbye already
+        self._timers.append(self.loop.call_later(_DRAIN_S, self._say_goodbye))
         self.schedule_flush()
+
+    @property
+    def told(self) -> bool:
+        """See the class."""
+        return self._told or self._closing
 
     def close(self) -> None:
         """End the connection now; what was sent so far still arrives."""
@@ -257,9 +277,8 @@ class Connection(asyncio.BufferedProtocol):
         elif kind is PingReceived:
             self._count_ping()
         elif kind is PingAcknowledged:
-            if self._draining and not self._closing:
-                self.h2.send_goaway()
-                self._close_if_drained()
+            if self._draining and event.opaque_data == _DRAIN_PING:
+                self._say_goodbye()
         elif kind is ConnectionClosed:
             self._closing = True
         elif kind is SettingsReceived:
@@ -313,15 +332,25 @@ class Connection(asyncio.BufferedProtocol):
         self._owner.changed()
         self._close_if_drained()
 
+    def _say_goodbye(self) -> None:
+        """The client has seen the notice, or does not answer: name the last call we serve."""
+        if not self.told:
+            self._told = True
+            with contextlib.suppress(ngh2.ConnectionStateError):  # the client has gone
+                self.h2.send_goaway()
+            self._close_if_drained()
+            self.schedule_flush()
+        self._owner.changed()
+
     def _close_if_drained(self) -> None:
-        if self._draining and not self.streams:
+        if self._told and not self.streams:
             self._closing = True
 
     def _flush(self) -> None:
         self._flush_scheduled = False
         transport = self._transport
         # uvloop raises when one writes to a transport that is already closed.
-        if transport is None or transport.is_closing():
+        if transport is None or self._lingering or transport.is_closing():
             return
         try:
             self._write(transport)
@@ -332,7 +361,17 @@ class Connection(asyncio.BufferedProtocol):
         if self._queued:
             self._update_queued()
         if self._closing:
-            transport.close()
+            self._linger(transport)
+
+    def _linger(self, transport: asyncio.Transport) -> None:
+        """Close our side, and the rest when the client has closed its own.
+
+        Whatever the client still sends is read, window updates say: a socket that is closed
+        with unread bytes in it is reset, and the kernel drops the responses it has yet to send.
+        """
+        self._lingering = True
+        transport.write_eof()
+        self._timers.append(self.loop.call_later(_LINGER_S, transport.close))
 
     def _write(self, transport: asyncio.Transport) -> None:
         while not self._write_paused:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 _READ_BYTES = 256 * 1024
 _BACKLOG = 2048
-_CLOSE_S = 1.0  # for the last bytes of connections that are being closed
+_CLOSE_S = 2.0  # for the last bytes of connections that are being closed
 _GZIP_LEVELS = {"none": 0, "low": 1, "medium": 6, "high": 9}
 
 
@@ -25,6 +25,7 @@ class Nghttp2Transport:
         methods: by ":path".
         read_buffer: where sockets are read to, one after the other.
         active_calls: calls in progress on all connections.
+        stopping: connections that come now are turned away.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class Nghttp2Transport:
         self.read_buffer = memoryview(bytearray(_READ_BYTES))
         self.connections: set[Connection] = set()
         self.active_calls = 0
+        self.stopping = False
         self._change: asyncio.Event | None = None
         self._listener: asyncio.Server | None = None
 
@@ -61,14 +63,18 @@ class Nghttp2Transport:
             backlog=_BACKLOG,
         )
 
-    async def stop(self, grace_s: float) -> None:
+    async def stop(self, grace_s: float, refuse: Callable[[], None]) -> None:
         """See `Transport.stop`."""
         if self._listener is None:
             return
+        self.stopping = True
+        end = self.loop.time() + grace_s
         self._listener.close()
         for connection in list(self.connections):
             connection.drain()
-        await self._wait_until(lambda: not self.active_calls, grace_s)
+        await self._wait_until(lambda: all(each.told for each in self.connections), grace_s)
+        refuse()
+        await self._wait_until(lambda: not self.active_calls, end - self.loop.time())
         for connection in list(self.connections):
             connection.close()
         await self._wait_until(lambda: not self.connections, _CLOSE_S)
@@ -76,7 +82,7 @@ class Nghttp2Transport:
             connection.abort()
 
     def changed(self) -> None:
-        """A call or a connection ended."""
+        """A call or a connection ended, or a client knows that it will."""
         if self._change is not None:
             self._change.set()
 

@@ -87,9 +87,8 @@ class GrpcServer:
 
     async def stop(self, grace_s: float) -> None:
         """Refuse new requests, let accepted ones end for up to `grace_s` seconds."""
-        self._front_end.stopping = True
         if self._transport is not None:
-            await self._transport.stop(grace_s)
+            await self._transport.stop(grace_s, self._front_end.stop)
 
 
 def choose_transport(wanted: str, options: TransportOptions) -> str:

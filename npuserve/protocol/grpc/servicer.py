@@ -116,12 +116,10 @@ class Servicer:
 
     def server_live(self, request: pb.ServerLiveRequest) -> pb.ServerLiveResponse:
         """ServerLive."""
-        self._front_end.check_open()
         return pb.ServerLiveResponse(live=self._server.live())
 
     def server_ready(self, request: pb.ServerReadyRequest) -> pb.ServerReadyResponse:
         """ServerReady."""
-        self._front_end.check_open()
         return pb.ServerReadyResponse(ready=self._server.ready())
 
     async def model_ready(self, request: pb.ModelReadyRequest) -> pb.ModelReadyResponse:

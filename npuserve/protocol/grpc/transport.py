@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 # Of one connection; a client with more waits.
 # Differs from Triton: it sets no limit, and a flood of streams fills the memory.
 MAX_CONCURRENT_STREAMS = 10_000
+SHUTTING_DOWN = "GRPC server is shutting down and has stopped accepting new requests."
 
 # Headers of gRPC and HTTP/2 themselves; not part of a call's metadata.
 _TRANSPORT_HEADERS = frozenset({"te", "content-type", "user-agent"})
@@ -141,8 +142,13 @@ class Transport(Protocol):
             OSError: the address cannot be bound.
         """
 
-    async def stop(self, grace_s: float) -> None:
-        """Accept nothing new, let calls end for up to `grace_s` seconds, cut the rest."""
+    async def stop(self, grace_s: float, refuse: Callable[[], None]) -> None:
+        """Accept nothing new, let calls end for up to `grace_s` seconds, cut the rest.
+
+        Args:
+            refuse: called when the clients know of the end, or cannot be told: what they ask
+                for on open streams from then on is to be refused. Until then they are served.
+        """
 
 
 # Every transport: (methods, options, loop, lease of large buffers) → Transport.

@@ -47,6 +47,11 @@ class Rig:
         data = await self.unary("ModelInfer", request, **options)
         return pb.ModelInferResponse.FromString(data)
 
+    async def until_refused(self) -> None:
+        """Infer until a call fails, as during a shutdown once this client knows of it."""
+        while True:
+            await self.infer(request())
+
     def stream(self, **options: Any) -> Stream:
         """Open ModelStreamInfer."""
         call = self.channel.stream_stream(SERVICE + "ModelStreamInfer")

@@ -269,13 +269,13 @@ async def test_answers_leave_in_the_order_of_completion(rig: Rig) -> None:
 # pygrpc-native 0.5 may close the socket before it has written the last response.
 @pytest.mark.parametrize("transport", ["nghttp2", "grpcio"])
 async def test_stop_waits_for_running_calls_and_refuses_new_ones(rig: Rig) -> None:
-    """A graceful stop answers what was accepted and turns away the rest."""
+    """A graceful stop answers what was accepted and turns away the rest, once clients know."""
     running = asyncio.ensure_future(rig.infer(request("hold")))
     held = await rig.core.held.get()
     stopping = asyncio.ensure_future(rig.front.stop(10))
     await asyncio.sleep(0)  # the stop begins
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await rig.infer(request())
+        await rig.until_refused()
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
     held.deliver(response_of(held), True)
     assert (await running).model_name == "hold"

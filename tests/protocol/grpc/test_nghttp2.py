@@ -10,6 +10,7 @@ import contextlib
 import gzip
 import os
 import random
+import socket
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -22,6 +23,7 @@ import pytest
 from npuserve._proto import grpc_service_pb2 as pb
 from npuserve.protocol.grpc import framing, nghttp2_connection
 from npuserve.protocol.grpc.framing import frame_prefix
+from npuserve.protocol.grpc.nghttp2_transport import Nghttp2Transport
 from tests.protocol.grpc.conftest import Rig, request, running
 from tests.protocol.grpc.fakes import response_of
 
@@ -103,9 +105,13 @@ class RawClient:
 
 
 @asynccontextmanager
-async def connected(rig: Rig) -> AsyncIterator[RawClient]:
-    """A raw client of the front end."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", rig.front.port)
+async def connected(rig: Rig, receive_bytes: int = 0) -> AsyncIterator[RawClient]:
+    """A raw client of the front end; `receive_bytes` for a small buffer in the kernel."""
+    plug = socket.socket()
+    if receive_bytes:
+        plug.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+    plug.connect(("127.0.0.1", rig.front.port))
+    reader, writer = await asyncio.open_connection(sock=plug)
     client = RawClient(reader, writer)
     client.flush()
     try:
@@ -460,6 +466,73 @@ async def test_an_old_connection_is_sent_away_gracefully() -> None:
         held.deliver(response_of(held), True)
         assert (await client.status(stream_id))[0] == 0
         await client.until_closed()
+
+
+async def test_calls_sent_before_the_client_knew_of_the_end_are_served() -> None:
+    """What crosses the notice of a shutdown on its way is answered.
+
+    A client in another country sends calls for a whole round trip after the notice has left.
+    Some clients never repeat a large one (grpc-java: more than 1 MiB).
+    """
+    async with running("nghttp2") as rig, connected(rig) as client:
+        client.send(client.open(), framed(request()))
+        await client.until(ngh2.StreamClosed)
+        client.events.clear()
+        stopping = asyncio.ensure_future(rig.front.stop(10))
+        await asyncio.sleep(0)  # the notice has left, the client has not read it
+        calls = [client.open() for _ in range(3)]
+        for stream_id in calls:
+            client.h2.send_data(stream_id, framed(request(data=b"x" * 4_000)), end_stream=True)
+        client.flush()
+        assert [(await client.status(stream_id))[0] for stream_id in calls] == [0, 0, 0]
+        await stopping
+
+
+async def test_a_message_that_is_on_its_way_when_the_end_comes_is_served(rig: Rig) -> None:
+    """A call counts from its head on: the rest of a large message may take long."""
+    async with connected(rig) as client:
+        message = framed(request(data=b"x" * 4_000))
+        stream_id = client.open()
+        client.send(stream_id, message[:100], end=False)
+        await client.until(ngh2.SettingsReceived)
+        stopping = asyncio.ensure_future(rig.front.stop(10))
+        await client.until(ngh2.GoAwayReceived, last_stream_id=stream_id)
+        client.send(stream_id, message[100:])
+        assert await client.status(stream_id) == (0, "")
+        await stopping
+
+
+async def test_the_last_answer_arrives_although_the_client_still_sends(rig: Rig) -> None:
+    """Pings and window updates that nobody reads would reset the socket with the answer in it."""
+    transport = rig.front._transport
+    assert isinstance(transport, Nghttp2Transport)
+    async with connected(rig, receive_bytes=4096) as client:
+        client.h2.set_local_window_size(2_000_000)
+        client.h2.update_settings({ngh2.Setting.INITIAL_WINDOW_SIZE: 2_000_000})
+        stream_id = client.open()
+        client.send(stream_id, framed(request("hold", data=b"x" * 1_000_000)))
+        await client.until(ngh2.SettingsReceived)
+        held = await rig.core.held.get()
+        stopping = asyncio.ensure_future(rig.front.stop(10))
+        await client.until(ngh2.GoAwayReceived, last_stream_id=stream_id)
+        held.deliver(response_of(held), True)
+        while transport.active_calls:  # noqa: ASYNC110 - the transport itself waits for the event
+            await asyncio.sleep(0)
+        client.h2.ping()
+        client.flush()
+        assert await client.status(stream_id) == (0, "")
+    await stopping
+
+
+async def test_a_client_that_never_answers_the_ping_does_not_hold_up_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A client that is stuck is given up after a moment, the rest of the grace is not waited."""
+    monkeypatch.setattr(nghttp2_connection, "_DRAIN_S", 0.01)
+    async with running("nghttp2") as rig, connected(rig) as client:
+        client.send(client.open(), framed(request()))
+        await client.until(ngh2.StreamClosed)
+        await rig.front.stop(10_000)
 
 
 async def test_the_grace_of_an_old_connection_ends() -> None:

@@ -42,8 +42,12 @@ class Socket(asyncio.Transport):
         """Note it."""
         self.closed = True
 
+    def write_eof(self) -> None:
+        """The client answers it at once."""
+        self.closed = True
+
     def is_closing(self) -> bool:
-        """Whether `close` was called."""
+        """Whether one of `close` and `write_eof` was called."""
         return self.closed
 
     abort = close
@@ -222,3 +226,12 @@ async def test_no_conversation_breaks_the_server(rig: FuzzRig, seed: int) -> Non
         assert not rig.transport.connections
     await asyncio.sleep(0)
     assert rig.errors == []
+
+
+async def test_a_connection_accepted_at_the_last_moment_is_turned_away(rig: FuzzRig) -> None:
+    """Before it has said a word, so that its client tries the next address with all its calls."""
+    rig.transport.stopping = True
+    connection, socket = rig.connect()
+    assert socket.closed
+    connection.connection_lost(None)
+    assert not rig.transport.connections

@@ -246,6 +246,8 @@ async def test_requests_after_shutdown_began_are_refused_on_the_stream(rig: Rig)
     held = await rig.core.held.get()
     stopping = asyncio.ensure_future(rig.front.stop(10))
     await asyncio.sleep(0)
+    with pytest.raises(grpc.aio.AioRpcError):
+        await rig.until_refused()
     await stream.write(request(id="2"))
     held.deliver(response_of(held), True)
     answers = await stream.rest()
