@@ -8,6 +8,7 @@ from npuserve.errors import InvalidArgumentError
 from npuserve.protocol.http.codec import InferMessage, custom_parameter
 from npuserve.protocol.http.json_text import dump_json, json_data, json_scalar, json_scalars
 from npuserve.protocol.tensor_codec import json_values, tensor_from_json
+from npuserve.server.validation import request_prefix
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -44,10 +45,14 @@ def decode_generate(document: Any, inputs: Sequence[TensorMetadata]) -> InferMes
 
 
 def _decode_members(
-    message: InferMessage, members: dict[str, Any], inputs: dict[str, TensorMetadata]
+    message: InferMessage,
+    members: dict[str, Any],
+    inputs: dict[str, TensorMetadata],
+    *,
+    nested: bool = False,
 ) -> None:
     for key, value in members.items():
-        if key == _NESTED:
+        if key == _NESTED and not nested:
             if key in inputs:
                 raise InvalidArgumentError(
                     f"Keyword '{key}' for nested schema also given as input tensor name"
@@ -57,7 +62,14 @@ def _decode_members(
                     f"Expected JSON object for keyword: '{key}': attempt to access JSON "
                     "non-object as object"
                 )
-            _decode_members(message, value, inputs)
+            try:
+                _decode_members(message, value, inputs, nested=True)
+            except InvalidArgumentError as error:
+                raise InvalidArgumentError(f"Converting keyword: '{key}': {error}") from error
+        elif key in message.inputs:
+            raise InvalidArgumentError(
+                f"{request_prefix(message.id)}input '{key}' already exists in request"
+            )
         elif key in inputs:
             message.inputs[key] = _decode_tensor(inputs[key], value)
         else:

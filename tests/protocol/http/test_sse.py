@@ -48,6 +48,18 @@ def test_the_shape_follows_from_the_number_of_elements(
         ({"x": ["a", "b"]}, "non-integer"),
         ({"parameters": 5}, "Expected JSON object for keyword: 'parameters'"),
         ({"other": [1]}, "parameter 'other' has invalid type"),
+        (
+            {"parameters": {"parameters": {"a": 1}}},
+            "Converting keyword: 'parameters': parameter 'parameters' has invalid type",
+        ),
+        (
+            {"id": "7", "x": [1, 2], "parameters": {"x": [1, 2]}},
+            r"Converting keyword: 'parameters': \[request id: 7\] input 'x' already exists",
+        ),
+        (
+            {"parameters": {"x": [1, 2]}, "x": [1, 2]},
+            r"^\[request id: <id_unknown>\] input 'x' alr",
+        ),
     ],
 )
 def test_malformed_requests(document: Any, text: str) -> None:
