@@ -22,13 +22,17 @@ import numpy as np
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    _Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+else:
+    _Bytes = np.ndarray  # workers may run Python 3.8, which has no such types
+
 # Tensors below this size travel inside messages; a shared buffer would cost more than the copy.
 LARGE_TENSOR_BYTES = 32 * 1024
 
 _MIN_BLOCK_BYTES = 1 << 16
 
 
-class SharedArray(np.ndarray[Any, np.dtype[np.uint8]]):
+class SharedArray(_Bytes):
     """uint8 view of memory in a block; `memoryview.obj` of any slice of it is this.
 
     Attributes:

@@ -138,6 +138,58 @@ def test_a_worker_process_pays_for_no_front_end() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+class Evaluated(ast.NodeVisitor):
+    """Finds `tuple[int]` and the like where Python evaluates it: outside annotations."""
+
+    def __init__(self) -> None:
+        self.found: list[int] = []
+
+    def visit_Subscript(self, node: ast.Subscript) -> None:
+        """Note the line of one."""
+        generic = {"dict", "frozenset", "list", "set", "tuple", "type", "np.ndarray"}
+        if ast.unparse(node.value) in generic:
+            self.found.append(node.lineno)
+        self.generic_visit(node)
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
+        """Skip the annotation of a variable."""
+        if node.value is not None:
+            self.visit(node.value)
+
+    def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
+        """Skip the annotations of a function."""
+        for part in (*node.decorator_list, *node.args.defaults, *node.body):
+            self.visit(part)
+
+    visit_AsyncFunctionDef = visit_FunctionDef  # noqa: N815
+
+    def visit_If(self, node: ast.If) -> None:
+        """Skip what only type checkers see."""
+        for part in (
+            node.orelse
+            if ast.unparse(node.test) == "TYPE_CHECKING"
+            else (node.test, *node.body, *node.orelse)
+        ):
+            self.visit(part)
+
+
+def test_a_worker_runs_in_python_3_8() -> None:
+    """The modules of a worker process have no newer syntax and evaluate no newer types."""
+    code = "import sys, npuserve.backends.worker.child; print(*sys.modules)"
+    command = [sys.executable, "-c", code]
+    loaded = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+    mine = [module for module in loaded if module in SOURCES] + [
+        "npuserve.backends.worker.fork_server"
+    ]
+    assert len(mine) > 10
+    for module in mine:
+        evaluated = Evaluated()
+        evaluated.visit(
+            ast.parse(SOURCES[module].read_text(encoding="utf-8"), feature_version=(3, 8))
+        )
+        assert not evaluated.found, f"{module}, lines {evaluated.found}"
+
+
 @pytest.mark.parametrize("name", npuserve.__all__)
 def test_public_names_exist(name: str) -> None:
     """Every name in __all__ can be imported."""

@@ -296,7 +296,7 @@ class Worker:
                 outcome
                 if outcome is None or type(outcome) is int
                 else self._response(outcome, host.kept_outputs(request))
-                for request, outcome in zip(requests, outcomes)  # noqa: B905 - Python 3.9
+                for request, outcome in zip(requests, outcomes)  # noqa: B905 - Python 3.8
             ]
             requests.clear()
             del outcomes

@@ -199,7 +199,8 @@ class ModelHost:
             if inspect.iscoroutinefunction(self._model.is_ready):
                 answer = await self._model.is_ready()
             else:  # it may block
-                answer = await asyncio.to_thread(self._model.is_ready)
+                loop = asyncio.get_running_loop()
+                answer = await loop.run_in_executor(None, self._model.is_ready)
         except BaseException as error:
             raise ModelFailedError(describe(error)) from None
         return _boolean(answer)

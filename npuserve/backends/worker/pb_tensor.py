@@ -7,14 +7,15 @@ triton_python_backend_utils.py.
 from __future__ import annotations
 
 import struct
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from npuserve.backends.worker import dlpack
 from npuserve.backends.worker.wire import CODE_OF, DATATYPES, text
 
-Array = np.ndarray[Any, np.dtype[Any]]
+if TYPE_CHECKING:  # Python 3.8 has no such types
+    Array = np.ndarray[Any, np.dtype[Any]]
 
 
 class TritonModelException(Exception):  # noqa: N818 - the name models catch

@@ -195,7 +195,7 @@ class ForkServer:
             control.close()
         error = InternalError(
             f"the interpreter {self._interpreter.python} of the Python backend ended: see its "
-            "messages in the log (NumPy must be installed in it)"
+            "messages in the log (it must be Python 3.8 or newer with NumPy)"
         )
         for waiting in self._waiting.values():
             if not waiting.done():

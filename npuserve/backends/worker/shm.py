@@ -18,15 +18,16 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from npuserve.backends.worker.wire import MAX_FDS, WireError
 from npuserve.buffer_pool import BufferPool, SharedArray, SharedBlock, locate
 
-Reference = tuple[int, int, int, int]
-Memory = tuple[tuple[int, ...], tuple[tuple[int, int], ...], tuple[int, ...]]
+if TYPE_CHECKING:  # Python 3.8 has no such types
+    Reference = tuple[int, int, int, int]
+    Memory = tuple[tuple[int, ...], tuple[tuple[int, int], ...], tuple[int, ...]]
 
 
 class BorrowedArray(SharedArray):
@@ -177,7 +178,7 @@ class SharedMemoryLink:
         returned, blocks, forgotten = memory
         for token in returned:
             self._lent.pop(token, None)
-        for (block_id, size), fd in zip(blocks, fds):  # noqa: B905 - workers may run Python 3.9
+        for (block_id, size), fd in zip(blocks, fds):  # noqa: B905 - workers may run Python 3.8
             self._maps[block_id] = SharedBlock(size, fd)
         if len(fds) < len(blocks):
             raise WireError("descriptors of shared memory were lost: too many open files")

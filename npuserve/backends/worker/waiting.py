@@ -27,8 +27,9 @@ if TYPE_CHECKING:
     from npuserve.backends.worker.pb_request import InferenceRequest
     from npuserve.backends.worker.port import Mailbox
 
-Wait = tuple[Any, int]  # (call id, responses taken), see `call_graph.Wait`
-Waits = frozenset[Wait]  # any of which makes the waiting one go on
+    # Python 3.8 has no such types.
+    Wait = tuple[Any, int]  # (call id, responses taken), see `call_graph.Wait`
+    Waits = frozenset[Wait]  # any of which makes the waiting one go on
 
 _JOIN = threading.Thread.join.__code__
 _RESULT = concurrent.futures.Future.result.__code__

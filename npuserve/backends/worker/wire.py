@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import marshal
 import operator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 # server → worker                   payload
 EXECUTE = 1  #                      (batch id, requests)
@@ -94,7 +94,8 @@ _MARSHAL_VERSION = 2  # without references: faster, and read by every Python 3
 # else would make it reserve gigabytes before it finds them wrong.
 _BEGINNING = b"(\x03\0\0\0"
 
-Message = tuple[int, Any, Any]
+if TYPE_CHECKING:  # Python 3.8 has no such types
+    Message = tuple[int, Any, Any]
 
 
 class WireError(Exception):
