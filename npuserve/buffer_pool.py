@@ -97,6 +97,10 @@ class BufferPool:
         # Fewest idle blocks of each size since the last trim: so many were not needed.
         self._unused: dict[int, int] = {}
         self._closed = False
+        self._new_lock()
+        _pools.add(self)
+
+    def _new_lock(self) -> None:
         # Re-entrant: the garbage collector may drop a view while this thread holds the lock.
         self._lock = threading.RLock()
 
@@ -157,6 +161,18 @@ class BufferPool:
             self._closed = True
             self._idle.clear()
             self._idle_bytes = 0
+
+
+_pools: weakref.WeakSet[BufferPool] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    """In a forked process: another thread, which is not there, may have held a lock."""
+    for pool in tuple(_pools):
+        pool._new_lock()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def locate(view: memoryview) -> tuple[SharedBlock, int] | None:

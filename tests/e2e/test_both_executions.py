@@ -341,6 +341,8 @@ def cases() -> Iterator[Any]:
     yield Ask("type_string", "numpy", {"IN": np.array([b"x" * 50_000], object)})
 
 
+# Newer Pythons warn of models that fork, in the thread of such a model.
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
 @pytest.mark.parametrize("ask", list(cases()), ids=lambda ask: f"{ask.model}-{ask.id}")
 def test_answers(both: tuple[Both, dict[str, Any]], ask: Ask) -> None:
     """The same answer, counts and log lines."""

@@ -111,5 +111,5 @@ class Channel:
         return message
 
     def close_after_fork(self) -> None:
-        """In a process that the model forked: the channel is the worker's alone."""
+        """In a forked process: the channel is the other's alone."""
         os.close(self.socket.detach())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
 from collections import deque
 from collections.abc import Callable
@@ -33,8 +34,10 @@ class Connection:
     Args:
         on_message: gets (kind, payload).
         on_lost: called once when the worker closed its end, or nothing it sends can be read.
+        sock: this end, if there is a channel already.
 
     Attributes:
+        peer: the other end; of a channel that was there already, this one.
         failure: why nothing can be read; "" when the worker closed its end.
     """
 
@@ -44,12 +47,14 @@ class Connection:
         pool: BufferPool,
         on_message: Callable[[int, Any], None],
         on_lost: Callable[[], None],
+        sock: socket.socket | None = None,
     ) -> None:
         self._loop = loop
         self.link = SharedMemoryLink(pool, self._memory_waits, relays=True)
         self._on_message = on_message
         self._on_lost = on_lost
-        self._socket, self.peer = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        pair = (sock, sock) if sock else socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket, self.peer = pair
         self._socket.setblocking(False)
         self._room = memoryview(bytearray(ROOM_BYTES))
         # Messages the full socket did not take; invariant: not empty ⇔ a writer is registered.
@@ -72,6 +77,11 @@ class Connection:
             self._backlog.clear()
         self._socket.close()
         self.link.close()
+
+    def close_after_fork(self) -> None:
+        """In a forked process: the channel is its parent's alone."""
+        if not self.closed:
+            os.close(self._socket.detach())
 
     # -- sending ------------------------------------------------------------------------------
 

@@ -41,6 +41,8 @@ class LocalPort:
     """
 
     mailbox: base.Mailbox
+    forked = False
+    in_server = True  # see `ChannelPort`
 
     def __init__(self, services: ModelServices, pool: BufferPool) -> None:
         self._services = services
@@ -60,6 +62,9 @@ class LocalPort:
             self._go_on.clear()
         else:
             self._go_on.set()
+
+    def close_channel(self) -> None:
+        """In a process that the model forked; there is none."""
 
     def close(self) -> None:
         """End everything the model has going on in the server."""

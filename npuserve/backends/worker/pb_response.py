@@ -231,7 +231,7 @@ class InferenceResponseSender:
         self._closed = True
 
     def __del__(self) -> None:
-        if self._closed or (self._sent and not self._decoupled):
+        if self._closed or (self._sent and not self._decoupled) or self._port.forked:
             return
         # Differs from Triton: there such a request stays open for ever.
         error = TritonError(

@@ -65,6 +65,10 @@ def _set(arrived: asyncio.Future[None]) -> None:
 class Port(Protocol):
     """The server as the model's objects see it; every method may be called from any thread."""
 
+    @property
+    def forked(self) -> bool:
+        """Whether this is a process that the model forked, see `forks.py`."""
+
     def respond(
         self, key: Any, response: InferenceResponse | None, names: Any, final: bool
     ) -> None:

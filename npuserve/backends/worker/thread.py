@@ -13,7 +13,6 @@ import logging
 import os
 import threading
 import time
-from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from npuserve.backends.base import ExecutionBatch, LoopInstance, ModelInstance, settle
 from npuserve.backends.worker import wire
 from npuserve.backends.worker.call_graph import Batch, Report
+from npuserve.backends.worker.forks import FORKS, leave
 from npuserve.backends.worker.host import ModelFailedError, ModelHost
 from npuserve.backends.worker.launcher import line_writer, model_spec
 from npuserve.backends.worker.loader import PrivateNamespace
@@ -72,9 +72,8 @@ class LocalModel:
         self.executing: dict[int, Executing] = {}
         self._thread_id = 0
         self._numbers = itertools.count(1)
-        self._print = Printer(
-            partial(self.port.write_line, line_writer(context.log, placement.name))
-        )
+        self._log_line = line_writer(context.log, placement.name)
+        self._print = Printer(self._write_line)
         self._namespace: PrivateNamespace | None = None
         self.host = ModelHost(model_spec(context, placement, file), self.port, self._import)
 
@@ -82,17 +81,28 @@ class LocalModel:
         self._namespace = PrivateNamespace(path, pb_utils, self._print)
         return self._namespace.load()
 
+    def _write_line(self, line: str) -> None:
+        self.port.write_line(self._log_line, line)
+
     def initialize(self) -> None:
         """Import and initialise the model.
 
         Raises:
             InternalError: with the model's traceback.
         """
+        FORKS.register(self.port, self.host)
         try:
             self.host.initialize()
         except ModelFailedError as error:
             raise InternalError(str(error)) from None
+        finally:
+            self.leave_if_forked()
         self._thread_id = threading.get_ident()
+
+    def leave_if_forked(self) -> None:
+        """A process forked by the model came out of the model's method: it must not serve."""
+        if self.port.forked:
+            leave()
 
     def is_ready(self) -> bool:
         """See `ModelInstance.is_ready`."""
@@ -100,6 +110,8 @@ class LocalModel:
             return self.host.is_ready()
         except ModelFailedError as error:
             raise InternalError(str(error)) from None
+        finally:
+            self.leave_if_forked()
 
     async def is_ready_async(self) -> bool:
         """`is_ready` on the model's own loop."""
@@ -151,6 +163,7 @@ class LocalModel:
             if self._namespace is not None:
                 self._namespace.unload()
             self._print.finish()
+            FORKS.forget(self.port)
             self.port.close()
             self.port.mailbox.post(self.node.leave)
 
@@ -194,6 +207,7 @@ class ThreadModelInstance(ModelInstance):
         except ModelFailedError as error:
             raise InternalError(str(error)) from None
         finally:
+            self._model.leave_if_forked()
             del self._model.executing[number]
         batch.output_ready()
         for request, asked, outcome in zip(batch.requests, requests, outcomes, strict=False):
@@ -308,6 +322,7 @@ class AsyncThreadInstance(LoopInstance):
         except RequestCancelledError as cancelled:
             error = cancelled
         finally:
+            self._model.leave_if_forked()
             del self._model.executing[number]
         times = (input_ready, _now_ns())
         self.mailbox.post(_finish, batch, answers, times, error)

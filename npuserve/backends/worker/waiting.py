@@ -3,8 +3,8 @@
 A call between models is refused only if it can never be answered, so it has to be known that those
 who wait for it do nothing else. The port notes who waits for a response; from there this follows
 what waits for those: a thread that is joined, `Future.result`, an event loop with nothing to do, a
-task that awaits another one, asyncio.gather, wait, to_thread and task groups. Whatever is not
-recognised counts as going on.
+task that awaits another one, asyncio.gather, wait, to_thread and task groups, a forked process that
+is joined, pools of such. Whatever is not recognised counts as going on.
 
 Runs in every interpreter a worker may have: standard library only.
 """
@@ -19,7 +19,7 @@ import os
 import selectors
 import sys
 import threading
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -44,6 +44,11 @@ _PLUMBING = frozenset(
     module.__file__
     for module in (threading, selectors, concurrent.futures._base, asyncio.base_events)
 )
+# Not imported: few models have processes of their own.
+_LIBRARY = os.path.dirname(threading.__file__) + os.sep
+_MULTIPROCESSING = os.path.join(_LIBRARY, "multiprocessing", "")
+_EXECUTOR = os.path.join(_LIBRARY, "concurrent", "futures", "process.py")
+
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
 
 
@@ -53,6 +58,7 @@ class Waiting:
     def __init__(self) -> None:
         self.threads: dict[int, Wait] = {}
         self.futures: dict[Any, Wait] = {}
+        self.processes: dict[int, Wait] = {}  # forked ones that do nothing else, by id
 
     @contextlib.contextmanager
     def blocks(self, mailbox: Mailbox) -> Iterator[None]:
@@ -129,6 +135,7 @@ class View:
     def __init__(self, waiting: Waiting, idle: bool = False, home: str = "") -> None:
         self._threads = dict(waiting.threads)
         self._futures = dict(waiting.futures)
+        self._processes = dict(waiting.processes)
         self._idle = threading.get_ident() if idle else None
         self._home = home
         self._frames = sys._current_frames()
@@ -145,6 +152,8 @@ class View:
         if ident == self._idle:  # what is above the loop is this look
             while frame is not None and frame.f_code.co_filename not in _PLUMBING:
                 frame = frame.f_back
+        if self._processes and (waits := self._by_processes(frame)):
+            return waits
         while frame is not None and frame.f_code.co_filename in _PLUMBING:
             code = frame.f_code
             if code is _JOIN and frame.f_locals["timeout"] is None:
@@ -178,6 +187,28 @@ class View:
                     item = each.f_locals["self"]
                     if item is not None and item.future is future:
                         return self.thread(ident)
+                if each.f_code.co_filename == _EXECUTOR and each.f_code.co_name == "run":
+                    items = list(each.f_locals["self"].pending_work_items.values())
+                    if any(item.future is future for item in items):
+                        return self.thread(ident)
+        return None
+
+    # -- forked processes ---------------------------------------------------------------------
+
+    def _by_processes(self, frame: FrameType | None) -> Waits | None:
+        """What a thread waits for that waits for forked processes without a time-out."""
+        while frame is not None:
+            file, values = frame.f_code.co_filename, frame.f_locals
+            known = file in _PLUMBING or file == _EXECUTOR or file.startswith(_MULTIPROCESSING)
+            if not known or values.get("timeout") is not None:
+                return None
+            found = _FOR_PROCESSES.get((file.removeprefix(_LIBRARY), frame.f_code.co_name))
+            if found is not None:
+                processes, tasks = found(values["self"])
+                waits = [self._processes[p] for p in processes if p in self._processes]
+                # Each of them is in one task: either no process is left, or no task.
+                return frozenset(waits) if len(waits) in (len(processes), tasks) else None
+            frame = frame.f_back
         return None
 
     def others(self, main: int, loop: Any, own: Collection[Any]) -> Waits | None:
@@ -243,6 +274,26 @@ class View:
             return waits
         finally:
             self._seen.discard(what)
+
+
+def _of_pool(result: Any) -> tuple[Sequence[int], int]:
+    """The processes and the open tasks of the multiprocessing.Pool that a result comes from."""
+    pool = result._pool
+    results = list(pool._cache.values())
+    processes = [process.pid for process in pool._pool]
+    if any(hasattr(each, "_index") for each in results):  # imap: nobody knows of how many tasks
+        return processes, len(processes)
+    return processes, sum(getattr(each, "_number_left", 1) for each in results)
+
+
+# Where a thread waits for forked processes: gives their ids, and how many tasks they have.
+_FOR_PROCESSES: dict[tuple[str, str], Callable[[Any], tuple[Sequence[int], int]]] = {
+    ("multiprocessing/process.py", "join"): lambda process: ([process.pid], 1),
+    ("multiprocessing/pool.py", "get"): _of_pool,
+    ("concurrent/futures/process.py", "wait_result_broken_or_wakeup"): lambda manager: (
+        list(manager.processes), len(manager.pending_work_items),
+    ),
+}  # fmt: skip
 
 
 def _tasks(loop: Any, own: Collection[Any]) -> list[Any]:

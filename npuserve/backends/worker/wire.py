@@ -49,6 +49,11 @@ LOG = 23  #                         (level, text, file, line)
 STOPPED = 24  #                     None
 READINESS = 25  #                   (whether it is ready, error)
 WAITS = 26  #                       (batches, senders, others) as in `call_graph.Report`
+# worker → a process that its model forked, besides ANSWER and INFER_RESPONSE
+REFUSED = 27  #                     (call id, error text)
+# forked process → worker, besides CALL, INFER, INFER_CANCEL and LOG
+CONNECT = 28  #                     number of the port; with the descriptor of a channel
+WAITING = 29  #                     (call id, responses taken): the whole process waits for more
 # both
 MEMORY = 30  #                      None: only `memory` matters
 SPILLED = 31  #                     reference to shared memory that holds the message proper
@@ -59,7 +64,7 @@ KILL = 41  #                        process id
 FORKED = 42  #                      (token, process id); token 0 once, when it is ready
 EXITED = 43  #                      (process id, wait status)
 
-KINDS = frozenset({*range(1, 10), *range(16, 27), 30, 31, *range(40, 44)})
+KINDS = frozenset({*range(1, 10), *range(16, 32), *range(40, 44)})
 
 # Outcomes of one request in RESULT that are not a response.
 LATER = None  # answered, or going to be answered, through its response sender

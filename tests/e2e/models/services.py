@@ -5,7 +5,13 @@ from __future__ import annotations
 from tests.e2e.models.preamble import BY_ID
 
 CALLS = (
-    BY_ID
+    """
+import multiprocessing
+
+def asks_plain(id):
+    return shown(bls("plain", id).exec())
+"""
+    + BY_ID
     + """
     def works(self, r):
         return text(shown(bls("plain", "echo").exec()))
@@ -103,6 +109,10 @@ CALLS = (
         answer = shown(bls("loaded", "echo").exec())
         pb_utils.unload_model("loaded")
         return text([ready, answer, pb_utils.is_model_ready("loaded")])
+
+    def in_forked_processes(self, r):
+        with multiprocessing.get_context("fork").Pool(2) as pool:
+            return text(pool.map(asks_plain, ["echo", "error", "raises", "zero_size"]))
 
     def in_thread(self, r):
         out = []
