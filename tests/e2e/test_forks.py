@@ -219,6 +219,20 @@ class TritonPythonModel:
             return "not seen by anybody"
         return os.waitpid(pid, 0)[1]
 
+    def terminate(self):
+        running = FORK.SimpleQueue()
+
+        def wait():
+            running.put(True)
+            signal.pause()
+
+        process = FORK.Process(target=wait)
+        process.start()
+        running.get()
+        process.terminate()
+        process.join()
+        return process.exitcode
+
     def program(self):
         import subprocess
         before = set(os.listdir("/proc/self/fd")), threading.active_count()
@@ -404,14 +418,14 @@ async def test_a_model_that_is_unloaded(tmp_path: Path, execution: str) -> None:
 
 
 async def test_signals_of_the_server(tmp_path: Path, execution: str) -> None:
-    """A pool ends its processes by SIGTERM, which is not meant for the server."""
+    """A pool ends its processes by SIGTERM: it ends them, and not the server."""
     write(tmp_path)
     ended = asyncio.Event()
     loop = asyncio.get_running_loop()
     async with served(tmp_path, execution) as models:
         loop.add_signal_handler(signal.SIGTERM, ended.set)
         try:
-            assert await ask(models, "pool") == ANSWERS["pool"]
+            assert await ask(models, "terminate") == -signal.SIGTERM
             assert await ask(models, "once") == ANSWERS["once"]
         finally:
             loop.remove_signal_handler(signal.SIGTERM)
