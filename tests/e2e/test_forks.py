@@ -396,10 +396,12 @@ async def test_a_worker_that_dies(tmp_path: Path, execution: str) -> None:
     write(tmp_path)
     async with served(tmp_path, execution) as models:
         await in_gate(models, tmp_path)
-        os.kill(models.instance()._process.pid, signal.SIGKILL)
+        died = models.instance()._process
+        os.kill(died.pid, signal.SIGKILL)
         assert await report(tmp_path) == GONE
         await open_gate(tmp_path)
-        while not models.instance().available:  # noqa: ASYNC110 - nobody tells of it
+        instance = models.instance()
+        while instance._process is died or not instance.available:  # noqa: ASYNC110 - as above
             await asyncio.sleep(0)
         assert await ask(models, "once") == [6, 6]
 
