@@ -10,7 +10,7 @@ import asyncio
 import socket
 import struct
 import threading
-from collections.abc import Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import TYPE_CHECKING, Any
 
 from npuserve.backends.worker import wire
@@ -98,6 +98,11 @@ class Relay:
         """Run a coroutine beside the others."""
         assert self._loop is not None
         return self._loop.create_task(coroutine)
+
+    def in_thread(self, function: Callable[..., Any], *args: Any) -> Awaitable[Any]:
+        """Run a function that waits."""
+        assert self._loop is not None
+        return self._loop.run_in_executor(None, function, *args)
 
     def left(self, guest: _Guest) -> None:
         """A guest is gone. Under the lock."""
@@ -199,7 +204,7 @@ class _Guest:
 
     async def _call(self, call_id: int, method: str, args: Any) -> None:
         try:
-            value = await asyncio.to_thread(self._port.call, method, *args)
+            value = await self._relay.in_thread(self._port.call, method, *args)
         except TritonModelException as error:
             answer = call_id, False, str(error)
         else:

@@ -202,7 +202,7 @@ class View:
             known = file in _PLUMBING or file == _EXECUTOR or file.startswith(_MULTIPROCESSING)
             if not known or values.get("timeout") is not None:
                 return None
-            found = _FOR_PROCESSES.get((file.removeprefix(_LIBRARY), frame.f_code.co_name))
+            found = _FOR_PROCESSES.get((file[len(_LIBRARY) :], frame.f_code.co_name))
             if found is not None:
                 processes, tasks = found(values["self"])
                 waits = [self._processes[p] for p in processes if p in self._processes]
