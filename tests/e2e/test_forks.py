@@ -143,6 +143,9 @@ class TritonPythonModel:
     def forked_in_initialize(self):
         return list(self.early_pool.map(doubled, range(6)))
 
+    def early_pids(self):
+        return list(self.early_pool._processes)
+
     def called_in_initialize(self):
         return self.on_load
 
@@ -397,7 +400,8 @@ async def test_a_worker_that_dies(tmp_path: Path, execution: str) -> None:
     async with served(tmp_path, execution) as models:
         await in_gate(models, tmp_path)
         died = models.instance()._process
-        os.kill(died.pid, signal.SIGKILL)
+        for pid in (died.pid, *await ask(models, "early_pids")):  # its pool would stay for ever
+            os.kill(pid, signal.SIGKILL)
         assert await report(tmp_path) == GONE
         await open_gate(tmp_path)
         instance = models.instance()

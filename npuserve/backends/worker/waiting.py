@@ -287,6 +287,7 @@ def _of_pool(result: Any) -> tuple[Sequence[int], int]:
 
 
 # Where a thread waits for forked processes: gives their ids, and how many tasks they have.
+# (A ProcessPoolExecutor of Python 3.8 does not say.)
 _FOR_PROCESSES: dict[tuple[str, str], Callable[[Any], tuple[Sequence[int], int]]] = {
     ("multiprocessing/process.py", "join"): lambda process: ([process.pid], 1),
     ("multiprocessing/pool.py", "get"): _of_pool,
