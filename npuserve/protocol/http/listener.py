@@ -115,6 +115,7 @@ class Listener:
             server.close()
         self._socket.close()
         self._socket = None
+        await asyncio.sleep(0)  # requests that have arrived are read before idle sockets close
         for connection in self._connections:
             connection.shutdown()
         try:

@@ -64,6 +64,16 @@ async def test_stopping_waits_for_the_request_in_progress(start: Start) -> None:
         await Client.connect(running.http.port)
 
 
+async def test_a_request_that_has_arrived_when_the_stop_begins_is_answered(start: Start) -> None:
+    """It lies in the socket, not yet read; closing would reset the connection."""
+    running = await start()
+    client = await running.connect()
+    assert (await client.ask(get("/v2"))).status == 200
+    client.writer.write(get("/v2"))
+    await running.http.stop(10)
+    assert (await client.reply()).status == 200
+
+
 async def test_stopping_has_an_end(start: Start) -> None:
     """What is not answered within the grace is cut off and cancelled."""
     held = Held()
