@@ -12,6 +12,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from npuserve.errors import (
+    InternalError,
     InvalidArgumentError,
     NpuserveError,
     RequestCancelledError,
@@ -286,7 +287,11 @@ class EnsembleRun:
             self._compute_ns = (input_ns + more[0], infer_ns + more[1], output_ns + more[2])
             self._ended(call)
         if not self._request.finished:
-            self._go_on(call, member, response)
+            try:
+                self._go_on(call, member, response)
+            except Exception:  # a fault of ours: the client must not wait for ever
+                logger.exception("ensemble '%s': step %d", self._parts.name, call.step.index)
+                self._fail(InternalError("internal error, see the server's log"))
         if final:
             self._leave_gate(call)
 

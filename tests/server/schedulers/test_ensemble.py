@@ -12,6 +12,7 @@ import pytest
 from npuserve.errors import InternalError, NpuserveError, StatusCode
 from npuserve.request import SEQUENCE_END, SEQUENCE_START
 from npuserve.response import InferenceResponse
+from npuserve.server.ensemble_run import EnsembleRun
 from npuserve.server.response_cache import LocalStore
 from npuserve.tensor import Tensor
 from tests.server.schedulers.ensemble_driver import (
@@ -181,6 +182,23 @@ def test_an_error_of_a_member_names_the_ensemble_and_stops_the_rest() -> None:
     members.answer(other, {"Y": 1})
     assert not members.waiting
     assert ensemble.statistics.failures["OTHER"] == 1
+
+
+def test_a_fault_of_the_ensemble_itself_answers_the_request(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The client gets an error, the log the cause, and the other requests go on."""
+    ensemble = Ensemble(CHAIN, *CHAIN_MEMBERS)
+    _, answers = ensemble.infer({"A": 1}, ("SIDE",))
+    with monkeypatch.context() as patch:
+        patch.setattr(EnsembleRun, "_settle", lambda *_: 1 // 0)
+        ensemble.members.answer(ensemble.members.take("three"), {"Y": 1})
+    assert str(answers.error) == "in ensemble 'e', internal error, see the server's log"
+    assert "ZeroDivisionError" in caplog.text
+    assert not ensemble.members.holds.total()
+    _, answers = ensemble.infer({"A": 1}, ("SIDE",))
+    ensemble.members.answer(ensemble.members.take("three"), {"Y": 3})
+    assert answers.outputs == [{"SIDE": 3}]
 
 
 def test_a_member_that_is_gone_fails_the_request_with_its_error() -> None:
