@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from npuserve.testing.serve import serve
-from tests.backends.worker.models import CONFIG, Models, served, write_model
+from tests.backends.worker.models import CONFIG, DECOUPLED, STREAM, Models, served, write_model
 
 pytestmark = [
     pytest.mark.parametrize("execution", ["process", "thread"]),
@@ -44,16 +44,6 @@ class TritonPythonModel:
         return out
 """
 
-STREAM = """
-class TritonPythonModel:
-    def execute(self, requests):
-        for r in requests:
-            sender = r.get_response_sender()
-            for value in tensor(r).as_numpy():
-                sender.send(response(np.array([value], np.float32)))
-            sender.send(flags=1)
-"""
-DECOUPLED = CONFIG + "model_transaction_policy { decoupled: true }\n"
 
 # Answers with what the method of the request's id gives, as JSON text.
 FORKS = """

@@ -26,6 +26,18 @@ input [ { name: "IN" data_type: TYPE_FP32 dims: [ -1 ] } ]
 output [ { name: "OUT" data_type: TYPE_FP32 dims: [ -1 ] } ]
 instance_group [ { kind: KIND_CPU } ]
 """
+DECOUPLED = CONFIG + "model_transaction_policy { decoupled: true }\n"
+
+# A decoupled model: one response for each value.
+STREAM = """
+class TritonPythonModel:
+    def execute(self, requests):
+        for r in requests:
+            sender = r.get_response_sender()
+            for value in tensor(r).as_numpy():
+                sender.send(response(np.array([value], np.float32)))
+            sender.send(flags=1)
+"""
 
 PREAMBLE = """
 import json, os, sys, threading, time

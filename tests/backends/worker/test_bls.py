@@ -14,6 +14,8 @@ from prometheus_client.registry import Collector, CollectorRegistry
 from npuserve.options import TraceOptions
 from tests.backends.worker.models import (
     CONFIG,
+    DECOUPLED,
+    STREAM,
     Models,
     parameter,
     served,
@@ -31,15 +33,6 @@ class TritonPythonModel:
         return [response(tensor(r).as_numpy() * 2) for r in requests]
 """
 
-REPEAT = """
-class TritonPythonModel:
-    def execute(self, requests):
-        for r in requests:
-            sender = r.get_response_sender()
-            for value in tensor(r).as_numpy():
-                sender.send(response(np.array([value], np.float32)))
-            sender.send(flags=1)
-"""
 
 CALLER = """
 def make(request, target, **options):
@@ -148,15 +141,13 @@ class TritonPythonModel:
 """
 )
 
-DECOUPLED = CONFIG + "model_transaction_policy { decoupled: true }\n"
-
 
 @pytest.fixture
 def repository(tmp_path: Path, execution: str) -> Path:
     """A model that calls, `sync`, its async twin, and models to be called."""
     for name, code in (("sync", SYNC), ("async", ASYNC), ("double", DOUBLE)):
         write_model(tmp_path, name, code)
-    write_model(tmp_path, "repeat", REPEAT, DECOUPLED)
+    write_model(tmp_path, "repeat", STREAM, DECOUPLED)
     return tmp_path
 
 

@@ -13,11 +13,9 @@ import pytest
 
 from npuserve.backends.worker import call_watch
 from npuserve.backends.worker.call_graph import Call, CallGraph
-from tests.backends.worker.models import CONFIG, Models, parameter, served, write_model
+from tests.backends.worker.models import CONFIG, DECOUPLED, Models, parameter, served, write_model
 
 pytestmark = pytest.mark.parametrize("execution", ["process", "thread"])
-
-DECOUPLED = CONFIG + "model_transaction_policy { decoupled: true }\n"
 
 # Models answer with JSON text. Whom they call is in the request id: with "a,b,a" a model calls a,
 # which is sent "b,a"; with "" it calls nobody.

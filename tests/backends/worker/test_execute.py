@@ -9,11 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.backends.worker.models import CONFIG, Models, served_model
+from tests.backends.worker.models import CONFIG, DECOUPLED, Models, served_model
 
 pytestmark = pytest.mark.parametrize("execution", ["process", "thread"])
-
-DECOUPLED = CONFIG + "model_transaction_policy { decoupled: true }\n"
 
 MODES = """
 class TritonPythonModel:

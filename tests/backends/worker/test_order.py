@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from npuserve.request import InferenceRequest
 from npuserve.response import InferenceResponse
 from npuserve.tensor import Tensor
-from tests.backends.worker.models import CONFIG, Models, served, write_model
+from tests.backends.worker.models import CONFIG, DECOUPLED, Models, served, write_model
 
 # A program is a list of steps. Step i of program p is known by the number 1000 * p + i wherever it
 # shows up in the server.
@@ -115,8 +115,6 @@ class TritonPythonModel:
     def execute(self, requests):
         return [response(tensor(r).as_numpy()) for r in requests]
 """
-
-DECOUPLED = CONFIG + "model_transaction_policy { decoupled: true }\n"
 
 
 class _Record(logging.Handler):

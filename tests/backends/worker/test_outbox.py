@@ -14,9 +14,7 @@ import pytest
 
 from npuserve.backends.worker import outbox, wire
 from npuserve.backends.worker.outbox import Outbox
-from tests.backends.worker.models import CONFIG, served_model
-
-DECOUPLED = CONFIG + "model_transaction_policy { decoupled: true }"
+from tests.backends.worker.models import DECOUPLED, served_model
 
 
 class FakeChannel:

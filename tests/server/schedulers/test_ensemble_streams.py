@@ -113,11 +113,16 @@ def test_the_limit_of_requests_in_flight_holds_over_all_requests() -> None:
     assert ensemble.scheduler.queued == 0
 
 
-def test_a_call_that_leaves_a_gate_and_is_answered_at_once_ends_nothing_early() -> None:
-    """As by a cache that the answer before it has just filled: no response is lost."""
+def one_at_a_time() -> Ensemble:
+    """A stream whose responses go through a gate to the step behind it."""
     chain = (step("stream", "X=A", "Y=t"), step("one", "X=t", "Y=C"))
     text = io("input", "A") + io("output", "C") + steps(*chain, extra="max_inflight_requests: 1")
-    ensemble = Ensemble(text, STREAM, ONE)
+    return Ensemble(text, STREAM, ONE)
+
+
+def test_a_call_that_leaves_a_gate_and_is_answered_at_once_ends_nothing_early() -> None:
+    """As by a cache that the answer before it has just filled: no response is lost."""
+    ensemble = one_at_a_time()
     members = ensemble.members
     _, answers = ensemble.infer({"A": 0})
     stream = members.take("stream")
@@ -131,9 +136,7 @@ def test_a_call_that_leaves_a_gate_and_is_answered_at_once_ends_nothing_early() 
 
 def test_a_call_that_leaves_a_gate_and_is_refused_fails_the_request_once() -> None:
     """Others that wait there are of no use then."""
-    chain = (step("stream", "X=A", "Y=t"), step("one", "X=t", "Y=C"))
-    text = io("input", "A") + io("output", "C") + steps(*chain, extra="max_inflight_requests: 1")
-    ensemble = Ensemble(text, STREAM, ONE)
+    ensemble = one_at_a_time()
     members = ensemble.members
     _, answers = ensemble.infer({"A": 0})
     stream = members.take("stream")
