@@ -428,6 +428,31 @@ async def test_signals_of_the_server(tmp_path: Path, execution: str) -> None:
     assert not ended.is_set()
 
 
+LEAVES_CONFIGURATION = """
+class TritonPythonModel:
+    @staticmethod
+    def auto_complete_config(config):
+        pid = os.fork()
+        if not pid:
+            raise ValueError("in the forked process")
+        status = os.waitpid(pid, 0)[1]
+        if status:
+            raise RuntimeError(f"it ended with {status}")
+        config.set_max_batch_size(3)
+        return config
+
+    def execute(self, requests):
+        return [response(tensor(r).as_numpy()) for r in requests]
+"""
+
+
+async def test_a_fork_that_leaves_the_configuration(tmp_path: Path, execution: str) -> None:
+    """It ends quietly, whatever it raised; what its parent completed counts."""
+    write_model(tmp_path, "m", LEAVES_CONFIGURATION, CONFIG.replace("max_batch_size: 0\n", ""))
+    async with served(tmp_path, execution) as models:
+        assert models.server.model("m").config.max_batch_size == 3
+
+
 def test_sockets_of_the_server(tmp_path: Path, execution: str) -> None:
     """A forked process keeps no connection open that the server closes, and no port taken."""
     write(tmp_path)

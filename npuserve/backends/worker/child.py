@@ -109,14 +109,14 @@ class Worker(ChannelPort):
     def _auto_complete(self, spec: dict[str, Any]) -> None:
         host = ModelHost(spec, self, import_plainly)
         FORKS.register(self, host)
+        answer: tuple[int, Any]
         try:
-            config = host.auto_complete()
+            answer = wire.READY, {"config": host.auto_complete()}
         except ModelFailedError as error:
-            self._channel.send(wire.FAILED, (_INTERNAL, str(error)))
-        else:
-            if self.forked:
-                leave()
-            self._channel.send(wire.READY, {"config": config})
+            answer = wire.FAILED, (_INTERNAL, str(error))
+        if self.forked:
+            leave()
+        self._channel.send(*answer)
 
     def _finalize(self, host: ModelHost) -> None:
         try:

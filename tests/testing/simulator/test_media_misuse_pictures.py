@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from typing import Any
 
 import pytest
 
@@ -161,13 +162,19 @@ def test_batches_are_counted(media: Media) -> None:
 # What shows only when the task runs.
 
 
-def test_memory_freed_in_flight(media: Media, machine: Runtime) -> None:
-    """The stream reports it once, the description keeps the code, the simulator notes it."""
+def resize_in_flight(media: Media) -> tuple[Any, Any]:
+    """The pictures of a resize that the stream has yet to run."""
     source, target = media.empty(64, 40), media.empty(32, 20)
     ret = media.media.dvpp_vpc_resize_async(
         media.channel, source.desc, target.desc, media.config, media.stream
     )
     assert ret == 0
+    return source, target
+
+
+def test_memory_freed_in_flight(media: Media, machine: Runtime) -> None:
+    """The stream reports it once, the description keeps the code, the simulator notes it."""
+    source, target = resize_in_flight(media)
     assert media.media.dvpp_free(source.address) == 0
     media.blocks.remove(source.address)
     assert (media.wait(), media.wait()) == (EXCEPTION, 0)
@@ -177,11 +184,7 @@ def test_memory_freed_in_flight(media: Media, machine: Runtime) -> None:
 
 def test_description_destroyed_in_flight(media: Media, machine: Runtime) -> None:
     """The hardware writes the result into it."""
-    source, target = media.empty(64, 40), media.empty(32, 20)
-    ret = media.media.dvpp_vpc_resize_async(
-        media.channel, source.desc, target.desc, media.config, media.stream
-    )
-    assert ret == 0
+    _, target = resize_in_flight(media)
     assert media.media.dvpp_destroy_pic_desc(target.desc) == 0
     media.descs.remove(target.desc)
     assert media.wait() == 0
