@@ -220,10 +220,21 @@ def test_repositories_are_served(files: dict[str, str], tmp_path: Path) -> None:
 
 
 def test_links_lead_somewhere() -> None:
-    """Every relative link of every page names a file that is there."""
+    """Every relative link of every page names a file that is there, and a heading in it."""
     for page in PAGES:
-        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
-            assert (page.parent / target).exists(), f"{page.relative_to(ROOT)} links to {target}"
+        links = re.findall(r"\]\(([^)#:]*)(?:#([^)]*))?\)", page.read_text(encoding="utf-8"))
+        for name, anchor in links:
+            target = page.parent / name if name else page
+            assert target.exists(), f"{page.relative_to(ROOT)} links to {name}"
+            assert not anchor or anchor in anchors(target), f"{page.relative_to(ROOT)}: #{anchor}"
+
+
+def anchors(page: Path) -> set[str]:
+    """What a link to a heading may say after `#`: its words as GitHub joins them."""
+    headings = re.findall(r"^#+ (.*)", page.read_text(encoding="utf-8"), re.M)
+    return {
+        re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings
+    }
 
 
 def test_named_tests_exist() -> None:
@@ -231,33 +242,6 @@ def test_named_tests_exist() -> None:
     for page in PAGES:
         for name in re.findall(r"`(tests/[^`]+)`", page.read_text(encoding="utf-8")):
             assert (ROOT / name).exists(), f"{page.relative_to(ROOT)} names {name}"
-
-
-@pytest.mark.parametrize(
-    "page",
-    [
-        pytest.param(page, id=str(page.relative_to(ROOT)))
-        for page in PAGES
-        if page.name.endswith(".zh-CN.md")
-    ],
-)
-def test_pages_of_both_languages_say_the_same(page: Path) -> None:
-    """A Chinese page has the same sections, blocks, table rows and links as the English one."""
-    shapes = []
-    for path in (page, page.with_name(page.name.replace(".zh-CN", ""))):
-        content = path.read_text(encoding="utf-8")
-        code = [
-            re.sub(r"\s*#.*", "", match["text"]) if match["language"] == "bash" else match["text"]
-            for match in FENCE.finditer(content)
-        ]
-        levels = re.findall(r"^#+ ", content, re.M)
-        rows = len(re.findall(r"^\|", content, re.M))
-        links = sorted(
-            re.sub(r"#.*", "", link).replace(".zh-CN.md", ".md")  # anchors are headings
-            for link in re.findall(r"\]\(([^)]+)\)", content)
-        )
-        shapes.append((code, levels, rows, links))
-    assert shapes[0] == shapes[1]
 
 
 def test_options_are_documented() -> None:
