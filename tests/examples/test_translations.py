@@ -16,10 +16,6 @@ ENGLISH_ONLY = {
     "ARCHITECTURE.md",
     "CHANGELOG.md",
     "CONTRIBUTING.md",
-    "docs/discussion.md",
-    "docs/reference/api.md",
-    "docs/reference/compatibility.md",
-    "docs/reference/configuration.md",
     "docs/reference/options.md",  # made from the declarations
 }
 BLOCK = re.compile(r"^```.*?^```$", re.M | re.S)
