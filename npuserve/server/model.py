@@ -191,6 +191,8 @@ class Model:
             self.inflight -= 1
             self.statistics.pending -= 1
             request.on_release = None
+            if self._tracer is not None:
+                self._tracer.refused(request)
             self._check_drained()
             raise
 

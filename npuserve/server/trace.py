@@ -2,7 +2,8 @@
 
 Costs nothing when off: `Tracer.active` is False, and the rest of the server asks `request.trace is
 None`. A sampled request carries a `Trace`; layers `mark` moments on it, and when its final
-response is out it is handed to the exporter: Triton's JSON file or OpenTelemetry.
+response and those of the requests made on its behalf are out it is handed to the exporter: Triton's
+JSON file or OpenTelemetry.
 
 Source: Triton server src/tracer.cc.
 """
@@ -50,7 +51,13 @@ class Exporter(Protocol):
     """Takes finished traces."""
 
     def export(self, trace: Trace) -> None:
-        """Take one trace; must not block."""
+        """Take one trace, all of whose children have ended; must not block.
+
+        It has no parent, or began when that one had been exported already.
+        """
+
+    def settings_change(self, sampler: Sampler) -> None:
+        """The settings of a sampler are about to be replaced; must not block."""
 
     def close(self) -> None:
         """Write what is left."""
@@ -62,7 +69,8 @@ class Trace:
     Attributes:
         id: running number, from 1.
         parent: trace of the ensemble or BLS request it belongs to, None at the top.
-        children: traces that ended before this one, kept by exporters that need it so.
+        children: traces of the requests made on behalf of this one.
+        sampler: what chose it, or its topmost parent.
         timestamps: (name, monotonic ns), in no particular order.
         tensors: (activity, tensor) pairs at level TENSORS.
         client: W3C context the client sent.
@@ -70,8 +78,9 @@ class Trace:
     """
 
     __slots__ = (
-        "_ended", "_executing", "_exporter", "children", "client", "id", "model_name",
-        "model_version", "parent", "request_id", "settings", "span", "tensors", "timestamps",
+        "_ended", "_executing", "_exporter", "_open", "_top", "children", "client", "id",
+        "model_name", "model_version", "parent", "request_id", "sampler", "settings", "span",
+        "tensors", "timestamps",
     )  # fmt: skip
 
     def __init__(
@@ -79,17 +88,24 @@ class Trace:
         id: int,
         parent: Trace | None,
         request: InferenceRequest,
-        settings: TraceSettings,
+        sampler: Sampler,
         exporter: Exporter,
         client: TraceContext | None = None,
     ) -> None:
         self.id = id
         self.parent = parent
         self.children: list[Trace] = []
+        self.sampler = sampler
+        self._top = self  # what it is exported with
+        self._open = 0  # traces to be exported with this one that have not ended
+        if parent is not None and parent._top._open:
+            self._top = parent._top
+            parent.children.append(self)
+        self._top._open += 1
         self.request_id = request.id
         self.model_name = request.model_name
         self.model_version = request.model_version
-        self.settings = settings
+        self.settings: TraceSettings = sampler.settings if parent is None else parent.settings
         self.client = client
         self.span: object = None
         self.timestamps: list[tuple[str, int]] = []
@@ -151,7 +167,11 @@ class Trace:
             self.mark("REQUEST_END")
         else:
             self.timestamps.clear()
-        self._exporter.export(self)
+        self._top._open -= 1
+        if not self._top._open:
+            if self._top.parent is None:
+                self.sampler.open -= 1
+            self._exporter.export(self._top)
 
 
 class Tracer:
@@ -191,26 +211,31 @@ class Tracer:
             if not isinstance(parent.trace, Trace):
                 return
             above = parent.trace
-            trace = self._begin(request, above.settings, above, above.client)
+            trace = self._begin(request, above.sampler, above, above.client)
         else:
             sampler = self._samplers.get(request.model_name, self._global)
             if not sampler.sample():
                 request.trace = None
                 return
-            trace = self._begin(request, sampler.settings, None, client)
+            trace = self._begin(request, sampler, None, client)
         request.trace = trace
         request.on_response = partial(_respond, request, trace, request.on_response)
         if "TENSORS" in trace.settings.levels:
             trace.tensors += [("TENSOR_QUEUE_INPUT", t) for t in request.inputs.values()]
 
+    def refused(self, request: InferenceRequest) -> None:
+        """End the trace of a request that no scheduler took: it will have no response."""
+        if isinstance(request.trace, Trace):
+            request.trace.end(request)
+
     def _begin(
         self,
         request: InferenceRequest,
-        settings: TraceSettings,
+        sampler: Sampler,
         parent: Trace | None,
         client: TraceContext | None,
     ) -> Trace:
-        return Trace(next(self._ids), parent, request, settings, self._open(), client)
+        return Trace(next(self._ids), parent, request, sampler, self._open(), client)
 
     def _open(self) -> Exporter:
         if self._exporter is None:
@@ -285,11 +310,12 @@ class Tracer:
             field: getattr(self._start_up, field) if value is None else value
             for field, value in parsed.items()
         }
-        self._global.settings = self._checked(
+        settings = self._checked(
             replace(self._global.settings, **values)  # type: ignore[arg-type]  # parsed above
         )
+        self._set(self._global, settings)
         for model, overrides in self._overrides.items():
-            self._samplers[model].settings = self._merged(overrides)
+            self._set(self._samplers[model], self._merged(overrides))
 
     def _update_model(self, model: str, parsed: Mapping[str, object]) -> None:
         overrides = {**self._overrides.get(model, {}), **parsed}
@@ -297,10 +323,17 @@ class Tracer:
         settings = self._checked(self._merged(overrides))
         if overrides:
             self._overrides[model] = overrides
-            self._samplers.setdefault(model, Sampler(settings)).settings = settings
+            self._set(self._samplers.setdefault(model, Sampler(settings)), settings)
         else:
             self._overrides.pop(model, None)
-            self._samplers.pop(model, None)
+            former = self._samplers.pop(model, None)
+            if former is not None:
+                self._set(former, former.settings)
+
+    def _set(self, sampler: Sampler, settings: TraceSettings) -> None:
+        if self._exporter is not None:
+            self._exporter.settings_change(sampler)
+        sampler.settings = settings
 
     def _merged(self, overrides: Mapping[str, object]) -> TraceSettings:
         return replace(self._global.settings, **overrides)  # type: ignore[arg-type]  # as parsed

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -16,50 +16,130 @@ import orjson
 from npuserve.errors import NpuserveError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from npuserve.server.trace import Trace
+    from npuserve.server.trace_settings import Sampler
     from npuserve.tensor import Tensor
 
 logger = logging.getLogger(__name__)
+
+# What waits at most, in requests and in bytes of their tensors, before it is written.
+_MANY_TRACES = 100
+_MANY_BYTES = 1 << 20
 
 
 class TraceFile:
     """Exporter of the mode `triton`.
 
-    Args:
-        path: with a log frequency of n, `<path>.0`, `<path>.1` and so on hold n traces each;
-            without one everything is written to `path` at the end.
+    Traces are kept by what chose them: `<path>.0`, `<path>.1` and so on hold as many requests as
+    the log frequency says, or as were asked for by a count; all others are in `path`.
     """
 
     def __init__(self, path: str) -> None:
         self._path = path
         self._numbers = itertools.count()
-        self._traces: list[Trace] = []
+        self._waiting: dict[Sampler, _Waiting] = {}
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="trace-file")
+        self._rest = GrowingFile(path)
 
     def export(self, trace: Trace) -> None:
         """See `trace.Exporter.export`."""
-        self._traces.append(trace)
-        frequency = trace.settings.log_frequency
-        if frequency and len(self._traces) >= frequency:
-            self._write(f"{self._path}.{next(self._numbers)}")
+        sampler = trace.sampler
+        waiting = self._waiting.setdefault(sampler, _Waiting())
+        waiting.add(trace)
+        settings = sampler.settings
+        if sampler.is_exhausted or 0 < settings.log_frequency <= len(waiting.traces):
+            self._write_numbered(sampler)
+        elif settings.count < 0 and not settings.log_frequency and waiting.is_much:
+            # Differs from Triton: it keeps them all in memory until it ends.
+            self._append(sampler)
+
+    def settings_change(self, sampler: Sampler) -> None:
+        """See `trace.Exporter.settings_change`: what the former settings brought is written."""
+        if sampler not in self._waiting:
+            return
+        if sampler.settings.log_frequency:
+            self._write_numbered(sampler)
+        else:
+            self._append(sampler)
 
     def close(self) -> None:
         """See `trace.Exporter.close`; waits for the writer."""
-        if self._traces:
-            self._write(self._path)
+        for sampler in list(self._waiting):
+            self.settings_change(sampler)
         self._writer.shutdown()
 
-    def _write(self, path: str) -> None:
-        traces, self._traces = self._traces, []
-        self._writer.submit(write_traces, path, traces)
+    def _write_numbered(self, sampler: Sampler) -> None:
+        path = f"{self._path}.{next(self._numbers)}"
+        self._writer.submit(write_traces, GrowingFile(path), self._waiting.pop(sampler).traces)
+
+    def _append(self, sampler: Sampler) -> None:
+        self._writer.submit(write_traces, self._rest, self._waiting.pop(sampler).traces)
 
 
-def write_traces(path: str, traces: list[Trace]) -> None:
-    """Write one file; a failure is logged, as nobody looks at the outcome of the thread."""
+class _Waiting:
+    """Traces that wait for the others of their file."""
+
+    def __init__(self) -> None:
+        self.traces: list[Trace] = []
+        self._tensor_bytes = 0
+
+    def add(self, trace: Trace) -> None:
+        self.traces.append(trace)
+        for part in _family(trace):
+            self._tensor_bytes += sum(len(tensor.data) for _, tensor in part.tensors)
+
+    @property
+    def is_much(self) -> bool:
+        return len(self.traces) >= _MANY_TRACES or self._tensor_bytes >= _MANY_BYTES
+
+
+class GrowingFile:
+    """A file that is one JSON array whenever nobody writes to it."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._length = 0
+
+    def append(self, parts: list[dict[str, Any]]) -> None:
+        """Add elements; what was there before the first ones is lost.
+
+        Raises:
+            OSError: and the file is without them, or will be with the next ones.
+        """
+        text = orjson.dumps(parts)
+        goes_on = self._length and self._is_there()
+        with open(self.path, "r+b" if goes_on else "wb") as file:
+            if goes_on:
+                file.seek(self._length - 1)
+                text = b"," + text[1:]
+            file.write(text)
+            length = file.tell()
+            file.truncate()
+        self._length = length
+
+    def _is_there(self) -> bool:
+        """Whether nobody has moved the file away, or emptied it, meanwhile."""
+        try:
+            return os.stat(self.path).st_size >= self._length
+        except FileNotFoundError:
+            return False
+
+
+def write_traces(file: GrowingFile, traces: list[Trace]) -> None:
+    """Append to a file; a failure is logged, as nobody looks at the outcome of the thread."""
     try:
-        Path(path).write_bytes(orjson.dumps([part for t in traces for part in trace_parts(t)]))
+        file.append([part for top in traces for t in _family(top) for part in trace_parts(t)])
     except Exception as error:
-        logger.error("failed to write the trace file %s: %r", path, error)
+        logger.error("failed to write the trace file %s: %r", file.path, error)
+
+
+def _family(trace: Trace) -> Iterator[Trace]:
+    """The traces below it, a child's own children first, and then itself."""
+    for child in trace.children:
+        yield from _family(child)
+    yield trace
 
 
 def trace_parts(trace: Trace) -> list[dict[str, Any]]:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from npuserve.server.trace import Trace
+    from npuserve.server.trace_settings import Sampler
 
 logger = logging.getLogger(__name__)
 
@@ -59,13 +60,14 @@ class OpenTelemetryExporter:
         self._made = 0  # spans, without those that the client wants not recorded
 
     def export(self, trace: Trace) -> None:
-        """See `trace.Exporter.export`. A child waits for its parent, which ends after it."""
+        """See `trace.Exporter.export`."""
         if trace.parent is None:
             self._export_root(trace)
-        elif trace.parent.span is None:
-            trace.parent.children.append(trace)
         else:
             self._export_model(trace, trace.parent.span)
+
+    def settings_change(self, sampler: Sampler) -> None:
+        """See `trace.Exporter.settings_change`: spans know no settings."""
 
     def close(self) -> None:
         """See `trace.Exporter.close`. A collector that does not answer is given up."""

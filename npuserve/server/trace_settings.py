@@ -48,11 +48,18 @@ class Sampler:
 
     Attributes:
         settings: current ones; `count` runs down.
+        open: requests that were chosen and whose traces have not been exported.
     """
 
     def __init__(self, settings: TraceSettings) -> None:
         self.settings = settings
+        self.open = 0
         self._seen = 0
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether all traces that were asked for have been exported."""
+        return not self.settings.count and not self.open
 
     def sample(self) -> bool:
         """Whether the request that came now is traced."""
@@ -64,6 +71,7 @@ class Sampler:
             return False
         if settings.count > 0:
             self.settings = replace(settings, count=settings.count - 1)
+        self.open += 1
         return True
 
 

@@ -12,13 +12,13 @@ from typing import Any, cast
 
 import pytest
 
-from npuserve.errors import InvalidArgumentError, NpuserveError, UnsupportedError
+from npuserve.errors import InvalidArgumentError, NpuserveError, UnavailableError, UnsupportedError
 from npuserve.flag_values import TraceOptions
 from npuserve.options import ServerOptions
 from npuserve.request import InferenceRequest
 from npuserve.server.trace import Trace, TraceContext, Tracer
-from npuserve.server.trace_file import write_traces
-from npuserve.server.trace_settings import SettingValue, TraceSettings
+from npuserve.server.trace_file import GrowingFile, TraceFile, write_traces
+from npuserve.server.trace_settings import Sampler, SettingValue, TraceSettings
 from npuserve.tensor import Tensor
 from tests.server.models import infer, serve, write_model
 
@@ -208,10 +208,10 @@ def test_a_tensor_that_is_none_spoils_no_file(tmp_path: Path) -> None:
     traces = []
     for number, data in enumerate((b"\x09\0\0\0cut", b"\x03\0\0\0all")):
         request = InferenceRequest("m", {}, lambda *_: None)
-        trace = Trace(number, None, request, TraceSettings(), cast("Any", None))
+        trace = Trace(number, None, request, Sampler(TraceSettings()), cast("Any", None))
         trace.tensors.append(("TENSOR_BACKEND_OUTPUT", Tensor("Y", "BYTES", (1,), data)))
         traces.append(trace)
-    write_traces(str(tmp_path / "trace.json"), traces)
+    write_traces(GrowingFile(str(tmp_path / "trace.json")), traces)
     parts = json.loads((tmp_path / "trace.json").read_text())
     shown = [part["tensor"]["data"] for part in parts if "tensor" in part]
     assert shown[1] == "all"
@@ -223,13 +223,13 @@ def test_a_trace_that_cannot_be_written_is_reported(
 ) -> None:
     """Nobody would learn of it otherwise."""
     request = InferenceRequest("m", {}, lambda *_: None, id="\ud800")
-    write_traces(str(tmp_path / "t"), [Trace(1, None, request, TraceSettings(), cast("Any", None))])
+    trace = Trace(1, None, request, Sampler(TraceSettings()), cast("Any", None))
+    write_traces(GrowingFile(str(tmp_path / "t")), [trace])
     assert "failed to write the trace file" in caplog.text
 
 
-async def test_members_of_an_ensemble_are_children(tmp_path: Path) -> None:
-    """A sampled ensemble request brings traces of its steps, whatever their own rate is."""
-    repository = tmp_path / "repository"
+def write_ensemble(repository: Path) -> None:
+    """An ensemble `whole` of one step, and its `member`."""
     write_model(repository, "member")
     (repository / "whole" / "1").mkdir(parents=True)
     (repository / "whole" / "config.pbtxt").write_text("""
@@ -238,14 +238,141 @@ async def test_members_of_an_ensemble_are_children(tmp_path: Path) -> None:
         output [ { name: "Y" data_type: TYPE_FP32 dims: [ 2 ] } ]
         ensemble_scheduling { step [ { model_name: "member" model_version: -1
           input_map { key: "X" value: "X" } output_map { key: "Y" value: "Y" } } ] }""")
+
+
+def headers(file: Path) -> list[dict[str, Any]]:
+    """The traces of a file without their activities."""
+    return [part for part in json.loads(file.read_text()) if "model_name" in part]
+
+
+def shown(folder: Path, field: str) -> dict[str, list[Any]]:
+    """A field of the traces of every file there."""
+    return {
+        file.name: [part[field] for part in headers(file)]
+        for file in folder.iterdir()
+        if file.is_file()
+    }
+
+
+async def test_members_of_an_ensemble_are_children(tmp_path: Path) -> None:
+    """A sampled ensemble request brings traces of its steps, whatever their own rate is."""
+    repository = tmp_path / "repository"
+    write_ensemble(repository)
     file = tmp_path / "trace.json"
     options = TraceOptions(level=("TIMESTAMPS",), rate=1, file=str(file))
     async with serve(repository, trace_config=options) as server:
         await infer(server, "whole")
-    headers = [part for part in json.loads(file.read_text()) if "model_name" in part]
-    by_name = {part["model_name"]: part for part in headers}
+    by_name = {part["model_name"]: part for part in headers(file)}
     assert by_name["member"]["parent_id"] == by_name["whole"]["id"]
     assert "parent_id" not in by_name["whole"]
+
+
+async def test_a_request_and_those_made_for_it_are_in_one_file(tmp_path: Path) -> None:
+    """The log frequency counts requests of clients; what is left has a number, too."""
+    repository = tmp_path / "repository"
+    write_ensemble(repository)
+    options = TraceOptions(level=("TIMESTAMPS",), rate=1, log_frequency=2, file=str(tmp_path / "t"))
+    async with serve(repository, trace_config=options) as server:
+        for model in ("whole", "member", "whole"):
+            await infer(server, model)
+    names = {name: sorted(models) for name, models in shown(tmp_path, "model_name").items()}
+    assert names == {"t.0": ["member", "member", "whole"], "t.1": ["member", "whole"]}
+
+
+async def test_a_count_has_a_numbered_file(tmp_path: Path) -> None:
+    """Written when the last of the traces is there, while the server goes on."""
+    repository = tmp_path / "repository"
+    write_model(repository, "m")
+    options = TraceOptions(level=("TIMESTAMPS",), rate=1, count=2, file=str(tmp_path / "t"))
+    async with serve(repository, trace_config=options) as server:
+        for _ in range(3):
+            await infer(server, "m")
+    assert shown(tmp_path, "id") == {"t.0": [1, 2]}
+
+
+async def test_what_former_settings_brought_is_not_counted_by_later_ones(tmp_path: Path) -> None:
+    """As in Triton, each setting has its own traces; so has each model that differs."""
+    repository = tmp_path / "repository"
+    for name in ("m", "own"):
+        write_model(repository, name)
+    options = TraceOptions(level=("TIMESTAMPS",), rate=1, file=str(tmp_path / "t"))
+    async with serve(repository, trace_config=options) as server:
+        server.tracer.update({"log_frequency": "1"}, "own")
+        await infer(server, "m", id="before")
+        await infer(server, "own", id="own")
+        server.tracer.update({"log_frequency": "2"})
+        for name in ("first", "second", "last"):
+            await infer(server, "m", id=name)
+    assert shown(tmp_path, "request_id") == {
+        "t": ["before"], "t.0": ["own"], "t.1": ["first", "second"], "t.2": ["last"]
+    }  # fmt: skip
+
+
+async def test_a_refused_request_is_traced_to_its_end(tmp_path: Path) -> None:
+    """It has no response, and is one of those that were asked for."""
+    repository = tmp_path / "repository"
+    write_model(repository, "m", "dynamic_batching { default_queue_policy { max_queue_size: 1 } }")
+    options = TraceOptions(level=("TIMESTAMPS",), rate=1, count=2, file=str(tmp_path / "t"))
+    async with serve(repository, trace_config=options) as server:
+        scheduler = server.model("m").scheduler
+
+        def refuse(_: InferenceRequest) -> None:
+            raise UnavailableError("Exceeds maximum queue size")
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(scheduler, "enqueue", refuse)
+            with pytest.raises(UnavailableError):
+                await infer(server, "m", id="refused")
+        await infer(server, "m", id="served")
+    assert [part["request_id"] for part in headers(tmp_path / "t.0")] == ["refused", "served"]
+
+
+def test_many_traces_are_written_while_more_come(tmp_path: Path) -> None:
+    """Without a log frequency as well: memory has an end; the file is good at any time."""
+    file = tmp_path / "t"
+    exporter = TraceFile(str(file))
+    sampler = Sampler(TraceSettings(levels=("TIMESTAMPS",), rate=1))
+    kept = [end_trace(number, sampler, exporter) for number in range(1, 251)]
+    exporter._writer.submit(int).result()  # what was handed to the writer is done
+    assert [part["id"] for part in headers(file)] == list(range(1, 201))
+    exporter.close()
+    assert [part["id"] for part in headers(file)] == kept
+
+
+def test_few_traces_with_large_tensors_are_many(tmp_path: Path) -> None:
+    """They are counted in bytes."""
+    exporter = TraceFile(str(tmp_path / "t"))
+    sampler = Sampler(TraceSettings(levels=("TENSORS",), rate=1))
+    image = Tensor("X", "UINT8", (1 << 19,), bytes(1 << 19))
+    for number in (1, 2, 3):
+        end_trace(number, sampler, exporter, image)
+    exporter._writer.submit(int).result()
+    assert [part["id"] for part in headers(tmp_path / "t")] == [1, 2]
+    exporter.close()
+
+
+def end_trace(
+    number: int, sampler: Sampler, exporter: TraceFile, tensor: Tensor | None = None
+) -> int:
+    """Let one request be traced to its end."""
+    assert sampler.sample()
+    request = InferenceRequest("m", {}, lambda *_: None)
+    trace = Trace(number, None, request, sampler, exporter)
+    if tensor is not None:
+        trace.tensors.append(("TENSOR_QUEUE_INPUT", tensor))
+    trace.end(request)
+    return number
+
+
+def test_a_file_that_was_moved_away_begins_anew(tmp_path: Path) -> None:
+    """As programs do that rotate logs."""
+    file = GrowingFile(str(tmp_path / "t"))
+    for number in (1, 2):
+        file.append([{"id": number}])
+    (tmp_path / "t").rename(tmp_path / "old")
+    file.append([{"id": 3}])
+    assert json.loads((tmp_path / "old").read_text()) == [{"id": 1}, {"id": 2}]
+    assert json.loads((tmp_path / "t").read_text()) == [{"id": 3}]
 
 
 def test_open_telemetry_needs_its_sdk_from_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
