@@ -14,6 +14,7 @@ import logging
 import os
 import shutil
 import threading
+from collections import defaultdict
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,7 +45,9 @@ class CloudRepository:
     def __init__(self, url: str) -> None:
         self._url = url
         self._location = parse_location(url)
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of the listing
+        # Held while a model is copied, which takes long: others are listed and copied meanwhile.
+        self._copying: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
         self._filesystem = _open_filesystem(url)
         mount = os.environ.get(MOUNT_VARIABLES[self._location.scheme]) or None
         self._root = make_folder("npuserve-cloud-", mount)
@@ -77,7 +80,7 @@ class CloudRepository:
         Raises:
             InternalError: an object cannot be read.
         """
-        with self._lock:
+        with self._copying[name]:
             if target.exists():
                 return
             log.info("copying model '%s' from %s", name, self._url)
@@ -96,8 +99,8 @@ class CloudRepository:
 
     def release(self, path: Path) -> None:
         """Remove a copy that nobody needs any more; the next load makes it anew."""
-        with self._lock:
-            if path.is_relative_to(self._root):
+        if path.is_relative_to(self._root):
+            with self._copying[path.name]:
                 shutil.rmtree(path.parent, ignore_errors=True)
 
     def close(self) -> None:
@@ -156,7 +159,7 @@ class CloudRepository:
             folder = info.get("type") == "directory"
             if not key.startswith(prefix) or not model or not (slash or folder):
                 continue
-            if ".." in key.split("/"):  # a local copy of it would lie elsewhere
+            if not _is_path(key.removeprefix(prefix).removesuffix("/")):
                 log.warning("ignore object '%s': its name is no path", key)
                 continue
             if folder:
@@ -164,6 +167,14 @@ class CloudRepository:
                 info = {}  # folders have no state of their own
             if path:
                 yield model, path, info
+
+
+def _is_path(name: str) -> bool:
+    """Whether a local copy of the object can lie in a folder, and not elsewhere.
+
+    What stands behind an empty part would be an absolute path.
+    """
+    return "\0" not in name and not {"", ".", ".."} & set(name.split("/"))
 
 
 _repositories: dict[str, CloudRepository] = {}

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -131,15 +133,73 @@ class OddBucket:
 
     def find(self, path: str, **options: Any) -> dict[str, dict[str, Any]]:
         """All objects."""
-        names = ("m/1/data", "m/1/../../../../escaped", "../n/1/data")
+        names = (
+            "m/1/data", "m/1/../../../../escaped", "../n/1/data", "m//escaped", "m/1//data",
+            "./1/data", "m/./1/data", "m/1/zero\0byte",
+        )  # fmt: skip
         return {f"{path}/{name}": {"type": "file", "size": 1, "mtime": 1} for name in names}
 
 
-def test_an_object_with_dots_is_not_copied_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_object_whose_name_is_no_path_is_not_copied_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Who may write into the bucket may not write to this machine's files."""
     monkeypatch.setattr(cloud, "_open_filesystem", lambda _: OddBucket())
     repository = CloudRepository("s3://bucket/models")
     assert repository.refresh() == {"m": {"1/data": ("1", 1)}}
+    repository.close()
+
+
+class SlowBucket:
+    """A file system that copies one model when it is told to."""
+
+    def __init__(self) -> None:
+        self.started = threading.Event()
+        self.go_on = threading.Event()
+
+    def invalidate_cache(self) -> None:
+        """Nothing is kept."""
+
+    def find(self, path: str, **options: Any) -> dict[str, dict[str, Any]]:
+        """All objects."""
+        names = ("slow/1/data", "quick/1/data")
+        return {f"{path}/{name}": {"type": "file", "size": 1, "mtime": 1} for name in names}
+
+    def get_file(self, remote: str, local: str) -> None:
+        """Copy an object."""
+        if "/slow/" in remote:
+            self.started.set()
+            self.go_on.wait()
+        Path(local).write_bytes(b"1")
+
+
+def test_a_model_that_is_being_copied_holds_no_other_one_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another is listed, copied and released meanwhile."""
+    bucket = SlowBucket()
+    monkeypatch.setattr(cloud, "_open_filesystem", lambda _: bucket)
+    repository = CloudRepository("s3://bucket/models")
+    repository.refresh()
+    slow, quick = repository.local_path("slow"), repository.local_path("quick")
+
+    def serve_the_other() -> None:
+        assert set(repository.refresh()) == {"slow", "quick"}
+        repository.download("quick", quick)
+        assert quick.exists()
+        repository.release(quick)
+        assert not quick.exists()
+
+    with ThreadPoolExecutor(2) as threads:
+        copying = threads.submit(repository.download, "slow", slow)
+        bucket.started.wait()
+        try:
+            threads.submit(serve_the_other).result(timeout=10)
+            assert not slow.exists()
+        finally:
+            bucket.go_on.set()
+        copying.result()
+    assert slow.exists()
     repository.close()
 
 
