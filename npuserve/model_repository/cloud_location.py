@@ -136,7 +136,16 @@ def _from_file(path: str, url: str, scheme: str) -> Any:
         raise InvalidArgumentError(
             f"cannot read the cloud credentials in '{path}' ({CREDENTIAL_FILE}): {error}"
         ) from error
-    return entries[max(prefixes, key=len)] if prefixes else {}
+    entry = entries[max(prefixes, key=len)] if prefixes else {}
+    texts = entry.values() if isinstance(entry, dict) else (entry,)
+    if (scheme != "gs" and not isinstance(entry, dict)) or not all(
+        isinstance(text, str) for text in texts
+    ):
+        wanted = "the path of a key file" if scheme == "gs" else "an object of texts"
+        raise InvalidArgumentError(
+            f"the cloud credentials in '{path}' ({CREDENTIAL_FILE}) for {url} are not {wanted}"
+        )
+    return entry
 
 
 def _s3_environ(environ: Mapping[str, str]) -> dict[str, str]:
