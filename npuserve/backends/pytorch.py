@@ -36,6 +36,7 @@ from npuserve.backends.torch_module import (
     datatype_of,
     device_of,
     exported_signature,
+    free_cached_memory,
     is_exported,
     load_module,
     model_path,
@@ -64,7 +65,8 @@ class PytorchBackend(Backend):
     """See the module."""
 
     def __init__(self) -> None:
-        self._shared: dict[tuple[str, str], TorchModule] = {}
+        # By model and device; a reload has another context than what it replaces.
+        self._shared: dict[tuple[BackendModelContext, str], TorchModule] = {}
         self._lock = threading.Lock()
 
     def auto_complete(self, context: BackendModelContext) -> None:
@@ -86,8 +88,9 @@ class PytorchBackend(Backend):
     def unload(self, context: BackendModelContext) -> None:
         """See `Backend.unload`."""
         with self._lock:
-            for key in [key for key in self._shared if key[0] == str(context.version_dir)]:
+            for key in [key for key in self._shared if key[0] is context]:
                 del self._shared[key]
+                free_cached_memory(key[1])
 
     def module(self, context: BackendModelContext, device: str) -> TorchModule:
         """The model on a device: a new one, or the shared one if the model wants that."""
@@ -100,7 +103,7 @@ class PytorchBackend(Backend):
                 "ENABLE_WEIGHT_SHARING",
                 f"model '{context.name}': ENABLE_WEIGHT_SHARING and torchair exclude each other",
             )
-        key = (str(context.version_dir), device)
+        key = (context, device)
         with self._lock:
             if key not in self._shared:
                 self._shared[key] = load_module(path, device, context.parameters)
@@ -177,6 +180,7 @@ class PytorchInstance(ModelInstance):
         """See `ModelInstance.finalize`."""
         self._module = TorchModule(None, [])
         self._stream = None
+        free_cached_memory(self._device)
 
     def _run(self, batch: ExecutionBatch, requests: Sequence[InferenceRequest]) -> None:
         torch = runtime()

@@ -107,6 +107,12 @@ def device_of(placement: Placement) -> str:
     return f"npu:{placement.device_id}"
 
 
+def free_cached_memory(device: str) -> None:
+    """Give a card the memory back that torch keeps of what is gone."""
+    if device != "cpu":
+        runtime().npu.empty_cache()
+
+
 @dataclass
 class TorchModule:
     """A loaded model.

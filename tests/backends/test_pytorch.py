@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import subprocess
 import sys
 import threading
 import warnings
+import weakref
 import zipfile
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -17,6 +19,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from npuserve.backends import torch_module
 from npuserve.backends.base import Placement
 from npuserve.backends.pytorch import PytorchBackend
 from npuserve.backends.torch_module import device_of, positions
@@ -310,6 +313,51 @@ def test_a_card_that_torch_npu_does_not_see(monkeypatch: pytest.MonkeyPatch) -> 
         device_of(Placement("m_0", "GPU", 2, 0, 0))
 
 
+async def test_a_reload_does_not_share_the_weights_of_what_it_replaces(tmp_path: Path) -> None:
+    """Both are there for a while, made of the same path."""
+    text = "max_batch_size: 2 " + TWO_INPUTS + TWO_OUTPUTS
+    text += parameters(ENABLE_WEIGHT_SHARING="true")
+    backend = PytorchBackend()
+    async with BackendDriver(backend, config(text), scripted(tmp_path, ADD)) as former:
+        scripted(tmp_path, ADD.replace("INPUT0 + INPUT1", "INPUT0 * 7"))
+        async with BackendDriver(backend, config(text), tmp_path) as driver:
+            (answer,) = await driver.infer({"INPUT0": ones(), "INPUT1": ones()})
+            np.testing.assert_array_equal(answer.array("OUTPUT0"), 7 * ones())
+        (answer,) = await former.infer({"INPUT0": ones(), "INPUT1": ones()})
+        np.testing.assert_array_equal(answer.array("OUTPUT0"), 2 * ones())
+
+
+@pytest.mark.parametrize("sharing", ["false", "true"])
+async def test_an_unload_gives_the_memory_of_the_card_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sharing: str
+) -> None:
+    """Torch would keep it for itself; other backends and processes need it."""
+    modules: list[weakref.ref[Any]] = []
+    alive: list[int] = []
+    load = torch_module.load_module
+
+    def load_and_watch(*arguments: Any) -> Any:
+        module = load(*arguments)
+        modules.append(weakref.ref(module))
+        return module
+
+    def empty_cache() -> None:
+        gc.collect()
+        alive.append(sum(module() is not None for module in modules))
+
+    npu = SimpleNamespace(
+        Stream=lambda device: device, stream=contextlib.nullcontext, empty_cache=empty_cache
+    )
+    monkeypatch.setattr(torch, "npu", npu, raising=False)
+    monkeypatch.setattr("npuserve.backends.pytorch.device_of", lambda placement: "cpu:0")
+    monkeypatch.setattr("npuserve.backends.pytorch.load_module", load_and_watch)
+    text = "max_batch_size: 2 " + TWO_INPUTS + TWO_OUTPUTS
+    text += parameters(ENABLE_WEIGHT_SHARING=sharing)
+    async with serve(scripted(tmp_path, ADD), text):
+        assert modules[0]() is not None
+    assert alive[-1] == 0
+
+
 async def test_bad_files_and_parameters(tmp_path: Path) -> None:
     """A missing file, rubbish, too many inputs, no threads, torchair for TorchScript."""
     text = "max_batch_size: 2 " + TWO_INPUTS + TWO_OUTPUTS
@@ -371,7 +419,9 @@ def torchair(monkeypatch: pytest.MonkeyPatch) -> Torchair:
     module = Torchair()
     monkeypatch.setitem(sys.modules, "torch_npu", ModuleType("torch_npu"))
     monkeypatch.setitem(sys.modules, "torchair", module)
-    npu = SimpleNamespace(Stream=lambda device: device, stream=contextlib.nullcontext)
+    npu = SimpleNamespace(
+        Stream=lambda device: device, stream=contextlib.nullcontext, empty_cache=lambda: None
+    )
     monkeypatch.setattr(torch, "npu", npu, raising=False)
     monkeypatch.setattr("npuserve.backends.pytorch.device_of", lambda placement: "cpu:0")
     torch._dynamo.reset()

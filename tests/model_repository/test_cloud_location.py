@@ -170,7 +170,8 @@ def test_the_credential_file_replaces_the_environment_even_without_an_entry(
 
 
 @pytest.mark.parametrize(
-    "content", [None, "{", "[]", "3", '{"s3": {"s3://": "key"}}', '{"s3": {"s3://": {"key_id": 1}}}']
+    "content",
+    [None, "{", "[]", "3", '{"s3": {"s3://": "key"}}', '{"s3": {"s3://": {"key_id": 1}}}'],
 )
 def test_a_credential_file_that_cannot_be_used_ends_the_start(
     tmp_path: Path, content: str | None
