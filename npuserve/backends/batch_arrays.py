@@ -5,10 +5,12 @@ For backends that run a whole batch at once. Knows tensors and requests, no runt
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from npuserve.errors import InternalError
 from npuserve.tensor import NUMPY_DTYPE
 
 if TYPE_CHECKING:
@@ -61,13 +63,18 @@ class InputGatherer:
         return buffer[:size].view(dtype).reshape(shape)
 
 
-def batch_element_ranges(requests: Sequence[InferenceRequest]) -> Iterator[slice]:
-    """For every request the rows of the batch that are its own."""
-    start = 0
-    for request in requests:
-        stop = start + request.batch_size
-        yield slice(start, stop)
-        start = stop
+def cut_rows(
+    name: str, array: NDArray[Any], requests: Sequence[InferenceRequest]
+) -> list[NDArray[Any]]:
+    """For every request the rows of an output that are its own, as views.
+
+    Raises:
+        InternalError: there are more or fewer rows than batch elements.
+    """
+    ends = list(accumulate(request.batch_size for request in requests))
+    if array.shape[0] != ends[-1]:
+        raise InternalError(f"output '{name}' has {array.shape[0]} rows for a batch of {ends[-1]}")
+    return np.split(array, ends[:-1])
 
 
 def split_by_inputs(

@@ -49,6 +49,8 @@ _PROVIDER_BY_ACCELERATOR = {
 }
 # Providers for KIND_GPU, the first one that this onnxruntime has.
 _DEVICE_PROVIDERS = ("CANNExecutionProvider", "CUDAExecutionProvider")
+# Providers that take the number of a card.
+_ON_CARDS = (*_DEVICE_PROVIDERS, "TensorrtExecutionProvider")
 _CPU_PROVIDER = "CPUExecutionProvider"
 
 _DEVICE_PARAMETERS = frozenset(
@@ -268,7 +270,8 @@ def _providers(ort: Any, context: BackendModelContext, placement: Placement) -> 
                 "optimization.execution_accelerators",
             )
         if provider in available:
-            chosen.append((provider, dict(accelerator.parameters)))
+            own = {"device_id": str(placement.device_id)} if provider in _ON_CARDS else {}
+            chosen.append((provider, own | dict(accelerator.parameters)))
         else:
             context.log.warning("this onnxruntime has no %s: left out", provider)
     if on_device:

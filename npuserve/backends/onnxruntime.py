@@ -13,7 +13,7 @@ import numpy as np
 
 from npuserve.backends import onnx_session
 from npuserve.backends.base import Backend, BackendModelContext, ExecutionBatch, ModelInstance
-from npuserve.backends.batch_arrays import InputGatherer, batch_element_ranges, split_by_inputs
+from npuserve.backends.batch_arrays import InputGatherer, cut_rows, split_by_inputs
 from npuserve.backends.batch_input import BatchTensors, join_ragged
 from npuserve.backends.model_signature import (
     DEFAULT_MAX_BATCH_SIZE,
@@ -112,7 +112,7 @@ class OnnxruntimeInstance(ModelInstance):
         if not self._batching:
             return [array]
         scattered = self._batch_tensors.scatter(name, array, requests)
-        return scattered or [array[rows] for rows in batch_element_ranges(requests)]
+        return scattered or cut_rows(name, array, requests)
 
     def _wanted(self, requests: Sequence[InferenceRequest]) -> list[str]:
         """Outputs to compute: what any of the requests asks for, and states."""

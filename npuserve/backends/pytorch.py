@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from npuserve.backends.base import Backend, BackendModelContext, ExecutionBatch, ModelInstance
-from npuserve.backends.batch_arrays import batch_element_ranges, split_by_inputs
+from npuserve.backends.batch_arrays import cut_rows, split_by_inputs
 from npuserve.backends.batch_input import BatchTensors, join_ragged
 from npuserve.backends.model_signature import (
     DEFAULT_MAX_BATCH_SIZE,
@@ -312,12 +312,7 @@ class PytorchInstance(ModelInstance):
         if not self._batching:
             return [array]
         scattered = self._batch_tensors.scatter(name, array, requests)
-        if scattered is not None:
-            return scattered
-        rows = sum(request.batch_size for request in requests)
-        if array.shape[0] != rows:
-            raise InternalError(f"output '{name}' has {array.shape[0]} rows for a batch of {rows}")
-        return [array[own] for own in batch_element_ranges(requests)]
+        return scattered or cut_rows(name, array, requests)
 
 
 def _is_text(value: Any) -> bool:

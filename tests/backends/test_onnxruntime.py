@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,8 @@ import pytest
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
+from npuserve.backends import onnx_session
+from npuserve.backends.base import Placement
 from npuserve.backends.onnx_session import usable_cores
 from npuserve.backends.onnxruntime import OnnxruntimeBackend
 from npuserve.errors import (
@@ -187,6 +190,29 @@ async def test_a_scalar_is_served_as_one_element(tmp_path: Path) -> None:
     assert answer.array("OUT").tolist() == [7]
 
 
+async def test_an_output_without_a_row_for_each_element_is_an_error(tmp_path: Path) -> None:
+    """Its rows belong to nobody: cut as they are, requests would be given those of others."""
+    onnx_models.save(
+        tmp_path,
+        [
+            helper.make_node("NonZero", ["IN"], ["PLACES"]),
+            helper.make_node("Transpose", ["PLACES"], ["IDX"]),
+        ],
+        [value("IN", TensorProto.FLOAT, ["n", 2])],
+        [value("IDX", TensorProto.INT64, ["found", 2])],
+    )
+    text = (
+        'max_batch_size: 4 input { name: "IN" data_type: TYPE_FP32 dims: 2 }'
+        'output { name: "IDX" data_type: TYPE_INT64 dims: 2 }'
+    )
+    row = np.ones((1, 2), np.float32)
+    async with serve(tmp_path, text) as driver:
+        answers = await driver.infer({"IN": row}, {"IN": row}, {"IN": row})
+        assert [str(answer.error) for answer in answers] == [
+            "output 'IDX' has 6 rows for a batch of 3"
+        ] * 3
+
+
 async def test_a_shape_the_model_refuses_is_the_clients_error(tmp_path: Path) -> None:
     """The configuration leaves a dimension open that the file fixes."""
     onnx_models.identity(tmp_path, ("batch", 3))
@@ -320,6 +346,25 @@ class TestParameters:
         onnx_models.identity(tmp_path)
         text = 'optimization { execution_accelerators { cpu_execution_accelerator { name: "x" } } }'
         assert "unknown Execution Accelerator 'x'" in str(await load_error(tmp_path, text))
+
+    @pytest.mark.parametrize(
+        ("given", "device"), [("", "3"), ('parameters { key: "device_id" value: "1" }', "1")]
+    )
+    def test_an_accelerator_is_the_card_of_the_instance(
+        self, tmp_path: Path, given: str, device: str
+    ) -> None:
+        """Unless its parameters name another one."""
+        text = f"""optimization {{ execution_accelerators {{
+            gpu_execution_accelerator {{ name: "cann" {given} }} }} }}"""
+        context = serve(tmp_path, text).context
+        ort = SimpleNamespace(
+            get_available_providers=lambda: ["CANNExecutionProvider", "CPUExecutionProvider"]
+        )
+        providers = onnx_session._providers(ort, context, Placement("m_0_0", "GPU", 3, 0, 0))
+        assert providers == [
+            ("CANNExecutionProvider", {"device_id": device}),
+            "CPUExecutionProvider",
+        ]
 
     async def test_a_card_without_provider_falls_back_to_the_cpu(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture
