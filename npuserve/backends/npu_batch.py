@@ -178,16 +178,18 @@ class OutputWriter:
         always: outputs to return even if a request does not ask for them (states).
         pool: where large outputs get their memory; None: from the system.
         batch_tensors: outputs that are one flat row of all requests' elements.
+        exact: whether outputs have no more rows than the batch, so that others are nobody's.
     """
 
     def __init__(
         self, datatypes: dict[str, str], always: set[str], pool: BufferPool | None,
-        batch_tensors: BatchTensors,
+        batch_tensors: BatchTensors, exact: bool = False,
     ) -> None:  # fmt: skip
         self.datatypes = datatypes
         self._always = always
         self._pool = pool
         self._batch_tensors = batch_tensors
+        self._exact = exact
 
     def take(self, group: Group, start: int, stop: int, name: str, array: NDArray[Any]) -> None:
         """Keep an output of rows [start, stop), copied out of the device's staging memory.
@@ -196,7 +198,7 @@ class OutputWriter:
             array: uint8 of shape `[*dims, item size]`; only the leading rows count.
 
         Raises:
-            InvalidArgumentError: it has fewer rows than the batch.
+            InvalidArgumentError: it has fewer rows than the batch, or others.
             InternalError: it is a flat row and has not the elements of the batch.
         """
         if name in self._batch_tensors.scattered:
@@ -206,10 +208,11 @@ class OutputWriter:
             if self._is_wanted(group.requests[0], name):
                 group.pieces[0][name] = [self._own(array)]
             return
-        if array.ndim < 2 or array.shape[0] < stop - start:
+        rows = 0 if array.ndim < 2 else array.shape[0]
+        if rows < stop - start or (self._exact and rows > stop - start):
             raise InvalidArgumentError(
-                f"output '{name}' of shape {list(array.shape[:-1])} has no row for each of the "
-                f"{stop - start} batch elements; use max_batch_size: 0 for this model"
+                f"output '{name}' of shape {list(array.shape[:-1])} has not one row for each of "
+                f"the {stop - start} batch elements; use max_batch_size: 0 for this model"
             )
         for index, _, place in group.ranges(start, stop):
             if self._is_wanted(group.requests[index], name):

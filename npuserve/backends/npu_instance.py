@@ -127,7 +127,10 @@ class NpuInstance(PipelinedInstance):
         }
         services = self._context.services
         pool = None if services is None else services.buffer_pool
-        self._writer = OutputWriter(datatypes, states, pool, self._batch_tensors)
+        # With one compiled shape outputs are as long as that; else they were cut back, or never
+        # padded.
+        exact = len(self._description.gears) != 1
+        self._writer = OutputWriter(datatypes, states, pool, self._batch_tensors, exact)
 
     def submit(self, batch: ExecutionBatch) -> None:
         """See `PipelinedInstance.submit`."""
@@ -141,8 +144,8 @@ class NpuInstance(PipelinedInstance):
             try:
                 for start, stop in self._cuts(group):
                     self._start(batch, group, start, stop)
-            except NpuserveError as error:
-                group.fail(error)
+            except Exception as error:
+                group.fail(_as_npuserve_error(error))
         batch.input_ready()
 
     def collect(self, batch: ExecutionBatch) -> None:
@@ -231,8 +234,8 @@ class NpuInstance(PipelinedInstance):
         try:
             runner.activate()
             slot, arrays = runner.finish()
-        except NpuserveError as error:
-            part.group.fail(error)
+        except Exception as error:
+            part.group.fail(_as_npuserve_error(error))
             self._mend(part.lane, error)
             return
         part.batch.output_ready()
@@ -240,8 +243,9 @@ class NpuInstance(PipelinedInstance):
             for name, array in zip(self._output_names, arrays, strict=True):
                 if name in self._writer.datatypes:
                     self._writer.take(part.group, part.start, part.stop, name, array)
-        except NpuserveError as error:
-            part.group.fail(error)
+        except Exception as error:
+            # Of this batch; whoever waited for the slot, perhaps the next one, has no part in it.
+            part.group.fail(_as_npuserve_error(error))
         finally:
             runner.release(slot)
 
@@ -259,3 +263,10 @@ class NpuInstance(PipelinedInstance):
         except NpuserveError as closing:
             logger.warning("%s", closing)
         # The next execution opens it; a card that stays broken then fails those requests only.
+
+
+def _as_npuserve_error(error: Exception) -> NpuserveError:
+    if isinstance(error, NpuserveError):
+        return error
+    logger.error("an execution failed", exc_info=error)
+    return InternalError(f"{type(error).__name__}: {error}")

@@ -10,6 +10,7 @@ import pytest
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
+from npuserve.backends.acl.library import AclLibrary
 from npuserve.backends.base import Backend
 from npuserve.backends.ge import GeBackend
 from npuserve.backends.om import OmBackend, parse_cores
@@ -245,6 +246,23 @@ async def test_dynamic_shape_takes_any_shape(tmp_path: Path, machine: Runtime) -
         await check_affine(driver, rows(2, 3), rows(1, 3))
         await check_affine(driver, rows(3, 700))
         await check_affine(driver, rows(1, 1))
+
+
+async def test_an_output_with_more_rows_than_elements_is_an_error(
+    tmp_path: Path, machine: Runtime
+) -> None:
+    """Each request would be given rows of others. One after the other they can be served."""
+    onnx_models.save(
+        tmp_path, [helper.make_node("Concat", ["x", "x"], ["y"], axis=0)],
+        [value("x", TensorProto.FLOAT, ["n", 3])], [value("y", TensorProto.FLOAT, ["m", 3])],
+    )  # fmt: skip
+    compile_om(tmp_path)
+    async with serve(tmp_path, "max_batch_size: 4") as driver:
+        answers = await driver.infer({"x": rows(1)}, {"x": rows(2)})
+        assert [str(answer.error) for answer in answers] == [
+            "output 'y' of shape [6, 3] has not one row for each of the 3 batch elements; use "
+            "max_batch_size: 0 for this model"
+        ] * 2
 
 
 async def test_dynamic_output_may_be_empty(tmp_path: Path, machine: Runtime) -> None:
@@ -551,6 +569,25 @@ async def test_core_limits_reach_the_runtime(tmp_path: Path, machine: Runtime) -
             stream.core_limits for stream in machine.objects.values() if isinstance(stream, Stream)
         ]
         assert {0: 12, 1: 24} in limits
+
+
+async def test_a_limit_of_the_card_ends_with_its_last_model(
+    tmp_path: Path, machine: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where CANN limits whole cards only, other models have all cores again."""
+    has = AclLibrary.has
+    monkeypatch.setattr(
+        AclLibrary,
+        "has",
+        lambda library, name: name != "acl.rt.set_stream_res_limit" and has(library, name),
+    )
+    batch_om(tmp_path)
+    async with serve(tmp_path, "max_batch_size: 4"):
+        async with serve(tmp_path, "max_batch_size: 4 " + parameters(aicore_num="8|16")):
+            async with serve(tmp_path, "max_batch_size: 4 " + parameters(aicore_num="12|24")):
+                assert machine.cards[0].core_limits == {0: 12, 1: 24}
+            assert machine.cards[0].core_limits
+        assert machine.cards[0].core_limits == {}
 
 
 # ais_bench.

@@ -5,15 +5,20 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
 from npuserve.backends.acl.library import AclCallError
+from npuserve.backends.npu_batch import OutputWriter
+from npuserve.backends.npu_instance import NpuInstance
 from npuserve.backends.om import OmBackend
-from npuserve.errors import NpuserveError
+from npuserve.errors import InternalError, NpuserveError
+from npuserve.request import InferenceRequest
+from npuserve.response import InferenceResponse
+from npuserve.tensor import Tensor
 from npuserve.testing.backend_driver import BackendDriver
 from npuserve.testing.simulator import simulate
 from npuserve.testing.simulator.faults import Fault
@@ -190,6 +195,56 @@ async def test_each_call_of_an_unload_may_fail(
         call = machine.log[start + index]
         assert call in caplog.text or call in CANNOT_FAIL
     await cycle(machine, case, model_dir)
+
+
+class RecordedBatch:
+    """An `ExecutionBatch` that keeps what is sent."""
+
+    def __init__(self, x: NDArray[Any]) -> None:
+        request = InferenceRequest("m", {"x": Tensor.from_numpy("x", x)}, lambda *_: None)
+        request.batch_size = x.shape[0]
+        self.requests = [request]
+        self.batch_size = x.shape[0]
+        self.sent: list[InferenceResponse | None] = []
+
+    def input_ready(self) -> None:
+        """Nothing is measured."""
+
+    def output_ready(self) -> None:
+        """Nothing is measured."""
+
+    def send(self, request: Any, response: InferenceResponse | None, final: bool = True) -> None:
+        """Keep it."""
+        self.sent.append(response)
+
+
+def test_a_failure_belongs_to_the_batch_whose_outputs_it_lost(
+    tmp_path: Path, machine: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory that runs out while the next batch is submitted leaves no half answer."""
+    context = driver_for(MODELS["gears"], batch_om(tmp_path)).context
+    OmBackend().auto_complete(context)
+    (instance,) = OmBackend().load(context)
+    assert isinstance(instance, NpuInstance)
+    instance.initialize()
+    long, short = RecordedBatch(np.ones((8, 3), np.float32)), RecordedBatch(X)
+
+    def no_memory(*_: Any) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        instance.submit(cast("Any", long))  # has all slots of the card
+        patch.setattr(OutputWriter, "take", no_memory)
+        instance.submit(cast("Any", short))
+    for batch in (long, short):
+        instance.collect(cast("Any", batch))
+    (lost,), (answer,) = long.sent, short.sent
+    assert lost is not None
+    assert isinstance(lost.error, InternalError)
+    assert answer is not None
+    np.testing.assert_array_equal(answer.outputs[0].as_numpy(), 2 * X + 1)
+    instance.finalize()
+    assert machine.leaks() == []
 
 
 async def test_device_memory_runs_out(tmp_path: Path) -> None:

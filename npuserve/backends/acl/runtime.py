@@ -7,6 +7,8 @@ of a device is shared by all threads of the process and any of them may destroy 
 
 from __future__ import annotations
 
+import threading
+from collections import Counter
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Self
@@ -46,6 +48,11 @@ def device_count(library: AclLibrary) -> int:
     """Cards this process may use (`ASCEND_RT_VISIBLE_DEVICES` applied)."""
     count: int = library.value("acl.rt.get_device_count")
     return count
+
+
+# How many contexts of this process limit the cores of each card.
+_limits: Counter[int] = Counter()
+_limits_lock = threading.Lock()
 
 
 class Context(Owned):
@@ -101,6 +108,9 @@ class Context(Owned):
         """
         if not self.library.has("acl.rt.set_device_res_limit"):
             return False
+        with _limits_lock:
+            _limits[self.device_id] += 1
+        self._stack.callback(self._lift_limit)
         for kind, value in ((codes.CoreKind.CUBE, cube), (codes.CoreKind.VECTOR, vector)):
             if value:
                 self.library.call(
@@ -108,6 +118,13 @@ class Context(Owned):
                     context=f"to limit {kind.name.lower()} cores to {value}",
                 )  # fmt: skip
         return True
+
+    def _lift_limit(self) -> None:
+        """The card has all its cores again when nobody is left who limited them."""
+        with _limits_lock:
+            _limits[self.device_id] -= 1
+            if not _limits[self.device_id]:
+                self.library.release("acl.rt.reset_device_res_limit", self.device_id)
 
 
 class Stream(Owned):
