@@ -79,8 +79,8 @@ def _count_by_npu_smi(program: str) -> int | None:
     """Number of chips with a logical id; None when the program does not tell."""
     try:
         result = subprocess.run(
-            [program, "info", "-m"],
-            capture_output=True, text=True, timeout=_NPU_SMI_TIMEOUT_S, check=False,
+            [program, "info", "-m"], capture_output=True, text=True, errors="replace",
+            timeout=_NPU_SMI_TIMEOUT_S, check=False,
         )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired) as error:
         logger.warning("npu-smi does not answer: %s", error)

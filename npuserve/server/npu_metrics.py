@@ -135,7 +135,7 @@ def run_npu_smi() -> list[CardMetrics]:
     """Ask npu-smi; may take seconds.
 
     Raises:
-        OSError, subprocess.SubprocessError: it is not there or does not answer.
+        OSError, subprocess.SubprocessError: it is not there, does not answer or names no card.
     """
     # subprocess starts programs by vfork, which is safe while the cards copy; a plain fork of a
     # process that uses the Ascend runtime is not.
@@ -143,7 +143,11 @@ def run_npu_smi() -> list[CardMetrics]:
     result = subprocess.run(
         ["npu-smi", "info"], capture_output=True, timeout=_TIMEOUT_S, check=False
     )
-    return parse_npu_smi(result.stdout.decode("utf-8", "replace"))
+    cards = parse_npu_smi(result.stdout.decode("utf-8", "replace"))
+    if not cards:  # its exit status says nothing of it
+        said = (result.stdout + result.stderr).decode("utf-8", "replace").strip()
+        raise OSError(f"npu-smi names no card: {said[:200]}")
+    return cards
 
 
 class NpuMetrics:

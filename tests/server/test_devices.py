@@ -76,7 +76,8 @@ def test_a_broken_npu_smi_is_no_card(
 ) -> None:
     """As in a container without the driver's mounts: the text is in the log."""
     program = tmp_path / "npu-smi"
-    program.write_text("#!/bin/sh\necho dcmi module initialize failed\nexit 1\n")
+    text = b"dcmi module initialize failed: \\261\\273"  # in the encoding of the operator
+    program.write_bytes(b"#!/bin/sh\nprintf '" + text + b"'\nexit 1\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     devices.forget()

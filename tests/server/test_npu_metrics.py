@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import threading
+from pathlib import Path
 
 import pytest
 from prometheus_client import Metric
@@ -163,6 +164,18 @@ def test_a_failing_npu_smi_is_survived(
     assert metrics.known_name(0) == "NPU-0000:03:00.0"
     assert len(caplog.records) == 1
     assert repr(failure) in caplog.text
+
+
+def test_an_npu_smi_that_names_no_card_has_failed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What it says instead reaches the log, whatever its bytes are."""
+    program = tmp_path / "npu-smi"
+    program.write_bytes(b"#!/bin/sh\nprintf 'dcmi module \\377 failed'\nexit 1\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    with pytest.raises(OSError, match="names no card: dcmi module . failed"):
+        run_npu_smi()
 
 
 @pytest.mark.parametrize("cell", ["NA / NA", "NA/NA", "-/-", "- / 65536"])
