@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import threading
 from collections import Counter
 from contextlib import AsyncExitStack
@@ -60,6 +61,10 @@ EXTENSIONS = (
     "schedule_policy", "model_configuration", "system_shared_memory", "cuda_shared_memory",
     "binary_tensor_data", "parameters", "statistics", "trace", "logging",
 )  # fmt: skip
+
+# As C's strtol reads a version: white space, a sign, digits; what follows is ignored.
+_VERSION = re.compile(r"\s*([+-]?)(?=[0-9])0*+([0-9]{0,19}+)(?![0-9])", re.ASCII)
+_MAX_VERSION = (1 << 63) - 1
 
 
 class InferenceServer:
@@ -214,18 +219,19 @@ class InferenceServer:
         """
         if not text:
             return -1
-        digits = text.removeprefix("-")
-        if not (digits.isascii() and digits.isdigit()) or len(digits) > 18:
+        found = _VERSION.match(text)
+        version = int(f"{found[1]}0{found[2]}") if found is not None else _MAX_VERSION + 1
+        if not -_MAX_VERSION - 1 <= version <= _MAX_VERSION:
             raise InvalidArgumentError(
                 f"failed to get model version from specified version string '{text}' (details: "
                 "stol), version should be an integral value > 0"
             )
-        if text.startswith("-"):
+        if version < 0:
             raise InvalidArgumentError(
                 f"invalid model version specified '{text}' , version should be an integral value "
                 "> 0"
             )
-        return int(text)
+        return version
 
     # ---------------------------------------------------------------- health and metadata
 
@@ -257,9 +263,13 @@ class InferenceServer:
         """Whether the version (the newest without one) can serve; unknown names are False.
 
         Unlike `ready` it asks the model itself, where the model wants to be asked.
+
+        Raises:
+            InvalidArgumentError: not a number that a version can have.
         """
+        version = self.parse_version(version_text)
         try:
-            model = self.model(name, self.parse_version(version_text))
+            model = self.model(name, version)
         except NpuserveError:
             return False
         return model.ready and await model.pool.is_ready()

@@ -197,15 +197,11 @@ class ModelServices:
             elif method == "unload_model":
                 await self._server.unload_model(*args)
             else:
-                result = await self._is_model_ready(*args)
+                result = await self._server.model_ready(*args)
         except Exception as error:  # as in `call`
             answer(False, _CALL_PREFIX[method] + str(_known(error)))
         else:
             answer(True, result)
-
-    async def _is_model_ready(self, name: str, version: str) -> bool:
-        self._server.parse_version(version)
-        return await self._server.model_ready(name, version)
 
     # -- metrics ------------------------------------------------------------------------------
     # Handles of the model (numbers it chose) to handles of the registry.

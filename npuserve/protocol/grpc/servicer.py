@@ -124,7 +124,6 @@ class Servicer:
 
     async def model_ready(self, request: pb.ModelReadyRequest) -> pb.ModelReadyResponse:
         """ModelReady; an unknown model is not ready, a bad version an error."""
-        self._server.parse_version(request.version)
         ready = await self._server.model_ready(request.name, request.version)
         return pb.ModelReadyResponse(ready=ready)
 

@@ -139,7 +139,8 @@ def _add_route(
     application: FastAPI, endpoint: Endpoint, path: str, restrictions: Restrictions
 ) -> None:
     async def answer(request: Request) -> Response:
-        if not request.path_params.get("version", "0").isdecimal():
+        version = request.path_params.get("version", "0")
+        if not (version.isascii() and version.isdecimal()):
             raise HTTPException(404)
         refusal = restrictions.refusal(endpoint.group, request.headers.raw)
         if refusal is not None:

@@ -120,6 +120,7 @@ class FakeServer:
 
     async def model_ready(self, name: str, version_text: str = "") -> bool:
         """Known names are ready."""
+        self.parse_version(version_text)
         return name in self.table
 
     def server_metadata(self) -> ServerMetadata:
