@@ -37,10 +37,14 @@ Values = Sequence[Any] | NDArray[Any]
 def tensor_from_json(name: str, datatype: str, shape: Sequence[int], data: Any) -> Tensor:
     """A tensor from the `data` array of a JSON request, nested in any way, row-major.
 
+    As in Triton, `data` may be anything where the shape has no elements.
+
     Raises:
         InvalidArgumentError: no array, wrong kind or number of elements, a value that the
             datatype cannot hold, or a datatype that JSON cannot carry.
     """
+    if not element_count(shape):
+        return Tensor(name, datatype, shape, b"")
     if datatype in _BINARY_ONLY:
         raise InvalidArgumentError(
             f"receiving {datatype} data via JSON is not supported. "

@@ -563,8 +563,8 @@ def request_fields(request: InferenceRequest) -> Any:
     parameters = request.parameters
     trace = request.trace
     if not (
-        request.id or request.requested_outputs or parameters or request.correlation_id
-        or request.flags or request.timeout_us or request.priority or trace
+        request.id or request.requested_outputs or parameters or request.flags
+        or request.correlation_id != 0 or request.timeout_us or request.priority or trace
     ):  # fmt: skip
         return None
     return (

@@ -12,13 +12,11 @@ from npuserve.errors import InvalidArgumentError
 from npuserve.protocol.classification import classify
 from npuserve.protocol.http.json_members import (
     boolean,
-    missing_member,
     objects,
     shape_member,
     text,
     text_member,
     unsigned,
-    wrong_kind,
 )
 from npuserve.protocol.http.json_text import dump_json, json_data, json_scalars
 from npuserve.protocol.shared_memory import RegionSlice
@@ -152,14 +150,15 @@ class _InputSource:
         size = parameters.get("binary_data_size")
         region = parameters.get("shared_memory_region")
         data = entry.get("data")
-        if (data is not None) + (size is not None) + (region is not None) != 1:
+        sources = (data is not None) + (size is not None) + (region is not None)
+        if sources > 1 or (not sources and "data" not in entry):
             raise _ambiguous_source(data, size, region)
         name, datatype = text_member(entry, "name"), text_member(entry, "datatype")
         shape = shape_member(entry)
         if size is not None:
             return Tensor(name, datatype, shape, self._take(name, size))
-        if region is not None:
-            place = _region(parameters)
+        place = _region(parameters)
+        if place is not None:
             return Tensor(name, datatype, shape, self._read_region(*place))
         return tensor_from_json(name, datatype, shape, data)
 
@@ -186,28 +185,27 @@ def _ambiguous_source(data: Any, size: Any, region: Any) -> InvalidArgumentError
 
 def _decode_output(entry: dict[str, Any]) -> Output:
     parameters = entry.get("parameters")
-    if not parameters:
+    if not parameters or type(parameters) is not dict:  # as Triton, which ignores what is none
         return _JSON_OUTPUT
-    if type(parameters) is not dict:
-        raise wrong_kind("parameters", "object")
     binary = boolean(parameters.get("binary_data", False), "binary_data")
     classes = unsigned(parameters.get("classification", 0), "classification")
-    if "shared_memory_region" not in parameters:
+    region = _region(parameters)
+    if region is None:
         return Output(binary, classes) if classes else (_BINARY_OUTPUT if binary else _JSON_OUTPUT)
     for key, value in (("classification", classes), ("binary_data", binary)):
         if value:
             raise InvalidArgumentError(f"Output can't set both 'shared_memory_region' and '{key}'")
-    return Output(region=_region(parameters))
+    return Output(region=region)
 
 
-def _region(parameters: dict[str, Any]) -> tuple[str, int, int]:
-    if "shared_memory_byte_size" not in parameters:
-        raise missing_member("shared_memory_byte_size")
-    return (
-        text(parameters["shared_memory_region"], "shared_memory_region"),
-        unsigned(parameters.get("shared_memory_offset", 0), "shared_memory_offset"),
-        unsigned(parameters["shared_memory_byte_size"], "shared_memory_byte_size"),
-    )
+def _region(parameters: dict[str, Any]) -> tuple[str, int, int] | None:
+    """Region, offset and byte size; all are checked, even if no region is named."""
+    region = parameters.get("shared_memory_region")
+    if region is not None:
+        text(region, "shared_memory_region")
+    offset = unsigned(parameters.get("shared_memory_offset", 0), "shared_memory_offset")
+    byte_size = unsigned(parameters.get("shared_memory_byte_size", 0), "shared_memory_byte_size")
+    return None if region is None else (region, offset, byte_size)
 
 
 def _decode_parameters(message: InferMessage, parameters: Any) -> None:
@@ -219,8 +217,7 @@ def _decode_parameters(message: InferMessage, parameters: Any) -> None:
     custom = message.parameters
     for key, value in parameters.items():
         if key == "sequence_id":
-            is_text = type(value) is str
-            message.correlation_id = checked_text_id(value) if is_text else unsigned(value, key)
+            message.correlation_id = _correlation_id(value)
         elif key == "sequence_start":
             message.flags |= SEQUENCE_START * boolean(value, key)
         elif key == "sequence_end":
@@ -238,6 +235,12 @@ def _decode_parameters(message: InferMessage, parameters: Any) -> None:
             )
         else:
             custom[key] = custom_parameter(key, value)
+
+
+def _correlation_id(value: Any) -> int | str:
+    if type(value) is int and 0 <= value < 1 << 64:
+        return value
+    return checked_text_id(text(value, "sequence_id"))
 
 
 def custom_parameter(key: str, value: Any) -> ParameterValue:

@@ -48,7 +48,7 @@ def parse_json(text: Buffer) -> Any:
 
 def _parse_leniently(text: Buffer) -> Any:
     try:
-        return _loads(bytes(text).decode())
+        return _loads(bytes(text).decode("utf-8-sig"))  # Triton skips a byte order mark, too
     except RecursionError:
         reason = "JSON nesting depth exceeds maximum allowed limit"
     except json.JSONDecodeError as error:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from npuserve.errors import InvalidArgumentError
 from npuserve.protocol.http.codec import InferMessage, custom_parameter
+from npuserve.protocol.http.json_members import text_member
 from npuserve.protocol.http.json_text import dump_json, json_data, json_scalar, json_scalars
 from npuserve.protocol.tensor_codec import json_values, tensor_from_json
 from npuserve.server.validation import request_prefix
@@ -33,13 +34,8 @@ def decode_generate(document: Any, inputs: Sequence[TensorMetadata]) -> InferMes
     if type(document) is not dict:
         raise InvalidArgumentError("attempt to get members for non-object")
     message = InferMessage()
-    request_id = document.get("id")
-    if request_id is not None:
-        if type(request_id) is not str:
-            raise InvalidArgumentError(
-                "Unable to parse 'id': attempt to access JSON non-string as string"
-            )
-        message.id = request_id
+    if "id" in document:
+        message.id = text_member(document, "id")
     _decode_members(message, document, {entry.name: entry for entry in inputs})
     return message
 

@@ -116,7 +116,8 @@ class Templates:
 
 
 def _is_binary(entry: dict[str, Any]) -> bool:
-    return "binary_data_size" in (entry.get("parameters") or {})
+    parameters = entry.get("parameters")
+    return type(parameters) is dict and parameters.get("binary_data_size") is not None
 
 
 def _signature(response: InferenceResponse) -> tuple[Any, ...]:

@@ -361,6 +361,19 @@ async def test_model_sees_the_fields_of_the_request(tmp_path: Path, execution: s
     }  # fmt: skip
 
 
+async def test_an_empty_text_is_a_correlation_id(tmp_path: Path, execution: str) -> None:
+    """As with Triton: not the number 0 that stands for none."""
+    code = """
+    class TritonPythonModel:
+        def execute(self, requests):
+            return [response(np.array([repr(r.correlation_id())], object)) for r in requests]
+    """
+    async with served_model(tmp_path, code, execution=execution) as served:
+        ids: list[int | str] = ["", 0, "a", 7]
+        answers = [(await served.infer(correlation_id=each)).text for each in ids]
+    assert answers == ["''", "0", "'a'", "7"]
+
+
 async def test_model_without_execute_answers_with_an_error(tmp_path: Path, execution: str) -> None:
     """The load succeeds; requests are told what is missing."""
     async with served_model(

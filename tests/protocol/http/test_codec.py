@@ -85,7 +85,21 @@ def test_outputs_come_back_in_order(parts: list[tuple[bytes, bool]]) -> None:
         ({"inputs": [], "id": 5}, "'id': attempt to access JSON non-string"),
         ({"inputs": [], "parameters": []}, "failed to get request params"),
         ({"inputs": [{}]}, "But no field is set"),
-        ({"inputs": [entry(data=None)]}, "But no field is set"),
+        ({"inputs": [entry(data=None)]}, "'data': attempt to access JSON non-array as array"),
+        ({"inputs": [], "parameters": {"sequence_id": -1}}, "'sequence_id': attempt to access"),
+        ({"inputs": [], "parameters": {"sequence_id": 2**64}}, "JSON non-string as string"),
+        ({"inputs": [], "parameters": {"sequence_id": None}}, "JSON non-string as string"),
+        (
+            {"inputs": [entry(parameters={"shared_memory_offset": None})]},
+            "'shared_memory_offset': attempt to access JSON non-unsigned-integer",
+        ),
+        (
+            {
+                "inputs": [],
+                "outputs": [{"name": "y", "parameters": {"shared_memory_byte_size": "4"}}],
+            },
+            "'shared_memory_byte_size': attempt to access JSON non-unsigned-integer",
+        ),
         (
             {"inputs": [entry(parameters={"binary_data_size": 8})]},
             "But set 'data' 'binary_data_size'",
@@ -157,6 +171,42 @@ def test_parameters_with_a_meaning_are_no_custom_ones() -> None:
     assert (message.priority, message.timeout_us) == (2, 5)
     assert message.default_output.binary
     assert message.parameters == {"temperature": 0.7, "n": 1, "b": False}
+
+
+@pytest.mark.parametrize("datatype", ["INT32", "BOOL", "BYTES", "FP16", "unknown"])
+@pytest.mark.parametrize("data", [None, [], {}, "x", 5, [1], [None], [["x"]]])
+def test_data_of_an_empty_tensor_may_be_anything(datatype: str, data: Any) -> None:
+    """As with Triton, which does not look at it where a dimension is 0."""
+    message = decode({"inputs": [entry(datatype=datatype, shape=[2, 0, 2**62], data=data)]})
+    assert len(message.inputs["x"].data) == 0
+
+
+def test_null_is_no_second_source_of_data() -> None:
+    """As if it were left out."""
+    members = {"data": None, "parameters": {"binary_data_size": 8}}
+    assert (
+        bytes(decode({"inputs": [entry(**members)]}, b"12345678").inputs["x"].data) == b"12345678"
+    )
+    parameters = {"binary_data_size": None, "shared_memory_region": None}
+    assert len(decode({"inputs": [entry(parameters=parameters)]}).inputs["x"].data) == 8
+
+
+@pytest.mark.parametrize("parameters", [None, "x", "", 5, [], [1], True])
+def test_parameters_of_an_output_that_are_no_object_are_none(parameters: Any) -> None:
+    """Triton ignores them."""
+    outputs = [{"name": "y", "parameters": parameters}]
+    assert decode({"inputs": [], "outputs": outputs}).outputs == {"y": Output()}
+
+
+def test_a_region_without_a_size_is_one_of_no_bytes() -> None:
+    """As with Triton over HTTP; no region gives so few."""
+    outputs = [{"name": "y", "parameters": {"shared_memory_region": "r"}}]
+    assert decode({"inputs": [], "outputs": outputs}).outputs["y"].region == ("r", 0, 0)
+
+
+def test_an_empty_sequence_id_is_a_text() -> None:
+    """A model sees it as the client sent it."""
+    assert decode({"inputs": [], "parameters": {"sequence_id": ""}}).correlation_id == ""
 
 
 def test_text_sequence_ids_have_at_most_128_bytes() -> None:

@@ -25,13 +25,18 @@ from npuserve.protocol.tensor_codec import flatten
         b"1e400", b"[NaN, -1e309]", b"1" * 400, b"[NaN, %b]" % (b"1" * 5000),
         b"nan", b"inf", b"infinity", b"-nan", b"+1", b".5", b"5.", b"01", b"0x10", b"1_000",
         b"NaN1", b"-", b"1.0e", b"tru", b"-Infx", b"InfInf", b"--Inf", b"- Inf",
-        b'"\\ud800"', b'["\\udc00", NaN]', "[1]".encode("utf-16"), b"\xef\xbb\xbf1",
+        b'"\\ud800"', b'["\\udc00", NaN]', "[1]".encode("utf-16"),
     ],
 )  # fmt: skip
 def test_malformed_text_is_the_clients_fault(text: bytes) -> None:
     """Any malformed text gives one kind of error, however deep it is nested."""
     with pytest.raises(InvalidArgumentError, match="failed to parse the request JSON buffer"):
         parse_json(text)
+
+
+def test_a_byte_order_mark_is_skipped() -> None:
+    """As Triton does; editors and .NET write it."""
+    assert parse_json(b'\xef\xbb\xbf{"a":[1]}') == {"a": [1]}
 
 
 def test_nan_and_infinity_are_read() -> None:

@@ -108,6 +108,12 @@ def test_a_template_makes_the_tensors_of_the_next_request() -> None:
         b'"parameters":{"binary_data_size":1}}]}',
         b'{"inputs":[{"name":"X","datatype":"UINT8","shape":[1],"parameters":'
         b'{"binary_data_size":1}},{"name":"Y","datatype":"UINT8","shape":[1],"data":[1]}]}',
+        b'{"inputs":[{"name":"X","datatype":"UINT8","shape":[1],"parameters":'
+        b'{"binary_data_size":1}},{"name":"Y","datatype":"UINT8","shape":[0],"data":[],'
+        b'"parameters":5}]}',
+        b'{"inputs":[{"name":"X","datatype":"UINT8","shape":[1],"parameters":'
+        b'{"binary_data_size":1}},{"name":"Y","datatype":"UINT8","shape":[0],"data":[],'
+        b'"parameters":{"binary_data_size":null}}]}',
     ],
 )
 def test_what_hardly_repeats_or_is_not_all_binary_is_not_remembered(text: bytes) -> None:
