@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import zlib
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
 
 # zlib's window parameter: 15 bits for the zlib container, 16 more for gzip's.
 _WINDOW = {"deflate": 15, "gzip": 31}
+_EITHER = 47  # whichever container comes, as Triton reads both encodings
+# As much of a weight as is a number counts.
+_WEIGHT = re.compile(r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)", re.ASCII | re.IGNORECASE)
 _ENCODINGS = ("identity", "deflate", "gzip")
 
 
@@ -24,7 +28,7 @@ def check_encoding(encoding: str) -> None:
     Raises:
         UnsupportedError: anything else, lists and other spellings included.
     """
-    if encoding and encoding not in _ENCODINGS:
+    if encoding not in _ENCODINGS:
         raise UnsupportedError("Unsupported compression type")
 
 
@@ -35,7 +39,7 @@ def decompress(data: Buffer, encoding: str, limit: int) -> Buffer:
         InvalidArgumentError: corrupt or cut off, or more than `limit` bytes.
     """
     try:
-        return inflate(data, _WINDOW[encoding], limit)
+        return inflate(data, _EITHER, limit)
     except zlib.error as error:
         # Differs from Triton: it takes garbage for an empty body.
         raise InvalidArgumentError(f"failed to decompress {encoding} request: {error}") from error
@@ -58,26 +62,22 @@ def choose_encoding(accept: str) -> str:
     """The encoding of a reply to this Accept-Encoding: the highest weight, the first of equals.
 
     `*` and malformed entries are skipped, as Triton does. "" means identity.
+
+    # Differs from Triton: it does not know an entry with white space before `;`, `q` or `,`.
     """
     best, best_weight = "", 0.0
     for entry in accept.split(","):
-        name, _, weight_text = entry.strip().partition(";")
+        name, semicolon, parameter = entry.strip().partition(";")
         name = name.strip()
         if name not in _ENCODINGS:
             continue
-        weight = _weight(weight_text)
+        weight = _weight(parameter) if semicolon else 1.0
         if weight is not None and weight > best_weight:
             best, best_weight = name, weight
     return "" if best == "identity" else best
 
 
-def _weight(text: str) -> float | None:
-    if not text:
-        return 1.0
-    key, _, value = text.strip().partition("=")
-    if key.strip() != "q":
-        return None
-    try:
-        return float(value)
-    except ValueError:
-        return None
+def _weight(parameter: str) -> float | None:
+    key, _, value = parameter.strip().partition("=")
+    number = _WEIGHT.match(value) if key.strip() == "q" else None
+    return float(number[1]) if number is not None else None

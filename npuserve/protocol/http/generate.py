@@ -91,7 +91,7 @@ async def _submit(
     server = service.server
     metadata = server.model_metadata(target.model, target.version)
     encoding = request.headers.get("content-encoding", "identity")
-    if encoding not in ("", "identity"):
+    if encoding != "identity":
         raise InvalidArgumentError("Unsupported content-encoding, only 'identity' is supported.")
     text = await read_bytes(request, service.max_input_size)
 

@@ -139,13 +139,12 @@ class InferCall:
             raise UnsupportedError(
                 "HTTP end point doesn't support models with decoupled transaction policy"
             )
-        if headers.content_encoding:
-            self._decompress(body)
-        else:
+        if headers.content_encoding is None:
             self._parse(body)
+        else:
+            self._decompress(body, headers.content_encoding.decode("latin-1"))
 
-    def _decompress(self, body: Buffer) -> None:
-        encoding = self._headers.content_encoding.decode("latin-1").strip()
+    def _decompress(self, body: Buffer, encoding: str) -> None:
         check_encoding(encoding)
         if encoding == "identity":
             self._parse(body)
@@ -214,6 +213,7 @@ class InferCall:
             return body_length
         digits = given.strip().removeprefix(b"+")
         if not digits.isdigit():
+            # Differs from Triton: 2.51 takes what is a number of it, or 0; later ones refuse it.
             raise InvalidArgumentError(
                 f"Unable to parse Inference-Header-Content-Length, got: {given.decode('latin-1')}"
             )
@@ -376,7 +376,7 @@ class InferCall:
         self._request = None  # as in _on_response
         if self._cancelled:
             return
-        if isinstance(error, UnsupportedError) and self._headers.content_encoding:
+        if isinstance(error, UnsupportedError) and self._headers.content_encoding is not None:
             self._respond(Reply.from_error(error, (b"Accept-Encoding", b"gzip, deflate")))
         else:
             self._respond(Reply.from_error(error))

@@ -33,19 +33,22 @@ class InferHeaders:
         self.fields = fields
         self.content_length = 0
         self.json_length: bytes | None = None
-        self.content_encoding = b""
-        self.accept_encoding = b""
+        self.content_encoding: bytes | None = None
+        self.accept_encoding: bytes | None = None
         self.expects_continue = False
         for name, value in fields:
+            # Of a header that comes twice the first counts, as in Triton.
             # By length first, which tells most headers apart without a lower-case copy.
             match len(name):
                 case 14 if name.lower() == b"content-length":
                     self.content_length = int(value)  # the parser accepted it
-                case 31 if name.lower() == b"inference-header-content-length":
+                case 31 if (
+                    self.json_length is None and name.lower() == b"inference-header-content-length"
+                ):
                     self.json_length = value
-                case 15 if name.lower() == b"accept-encoding":
+                case 15 if self.accept_encoding is None and name.lower() == b"accept-encoding":
                     self.accept_encoding = value
-                case 16 if name.lower() == b"content-encoding":
+                case 16 if self.content_encoding is None and name.lower() == b"content-encoding":
                     self.content_encoding = value
                 case 6 if name.lower() == b"expect":
                     self.expects_continue = value.lower() == b"100-continue"

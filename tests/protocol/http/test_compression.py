@@ -42,7 +42,7 @@ def test_a_bomb_is_refused() -> None:
         decompress(gzip.compress(bytes(10_000_000)), "gzip", 1000)
 
 
-@pytest.mark.parametrize("encoding", ["br", "zstd", "gzip, deflate", "GZIP"])
+@pytest.mark.parametrize("encoding", ["br", "zstd", "gzip, deflate", "GZIP", "", " ", "gzip "])
 def test_unknown_encodings(encoding: str) -> None:
     """Only the three exact names are known."""
     with pytest.raises(UnsupportedError, match="Unsupported compression type"):
@@ -56,6 +56,13 @@ def test_unknown_encodings(encoding: str) -> None:
         ("gzip;q=1.0, deflate;q=0.1", "gzip"), ("*", ""), ("", ""), ("identity;q=0", ""),
         ("identity, gzip;q=0.9", ""), ("gzip;q=x, deflate;q=0.1", "deflate"), ("gzip;q=0", ""),
         ("br, gzip;level=1", ""),
+        # As Triton 2.51: a semicolon needs a weight, of which the part that is a number counts.
+        ("gzip;", ""), ("gzip;q=", ""), ("gzip;q=0.5x, deflate;q=0.4", "gzip"),
+        ("gzip;q=0.5;q=0", "gzip"), ("gzip;q=0_1", ""), ("gzip;q=1e-3, deflate;q=0.0005", "gzip"),
+        ("gzip;q=.5", "gzip"), ("gzip;q=+1", "gzip"), ("gzip;q=-1", ""), ("gzip;Q=1", ""),
+        ("gzip;q=nan, deflate;q=0.1", "deflate"), ("gzip;q=5, deflate", "gzip"), (",,", ""),
+        # Not as Triton, which does not know these.
+        ("gzip; q=0.5", "gzip"), ("gzip ;q=0.5", "gzip"), ("br,\tgzip , deflate", "gzip"),
     ],
 )  # fmt: skip
 def test_the_highest_weight_wins(accept: str, chosen: str) -> None:
@@ -80,6 +87,47 @@ async def test_compressed_both_ways(start: Start, encoding: str, size: int) -> N
     assert reply.headers["content-encoding"] == encoding
     plain = decompress(reply.body, encoding, 10_000_000)
     assert plain[int(reply.headers["inference-header-content-length"]) :] == blob
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate"])
+def test_either_container_is_read(encoding: str) -> None:
+    """As Triton reads them, whichever of the two the header names."""
+    for packed in (gzip.compress(b"plain"), zlib.compress(b"plain")):
+        assert decompress(packed, encoding, 100) == b"plain"
+
+
+async def test_of_two_headers_the_first_counts(start: Start) -> None:
+    """As with Triton."""
+    client = await (await start()).connect()
+    packed = gzip.compress(infer_json([1]))
+    reply = await client.ask(
+        post(
+            PATH, packed, "Content-Encoding: gzip", "Content-Encoding: identity",
+            "Accept-Encoding: identity", "Accept-Encoding: gzip",
+        )
+    )  # fmt: skip
+    assert (reply.status, reply.headers.get("content-encoding")) == (200, None)
+
+
+@pytest.mark.parametrize("header", ["Content-Encoding:", "Content-Encoding: "])
+async def test_an_empty_content_encoding_is_refused(start: Start, header: str) -> None:
+    """As Triton does, for infer and generate; other endpoints do not look at it."""
+    client = await (await start()).connect()
+    reply = await client.ask(post(PATH, infer_json([1]), header))
+    assert (reply.status, reply.error) == (501, "Unsupported compression type")
+    reply = await client.ask(post("/v2/models/echo/generate", b"{}", header))
+    assert (reply.status, reply.error) == (
+        400,
+        "Unsupported content-encoding, only 'identity' is supported.",
+    )
+    assert (await client.ask(post("/v2/repository/index", b"{}", header))).status == 200
+
+
+async def test_an_empty_accept_encoding_asks_for_nothing(start: Start) -> None:
+    """The reply is plain."""
+    client = await (await start()).connect()
+    reply = await client.ask(post(PATH, infer_json([1]), "Accept-Encoding:"))
+    assert (reply.status, reply.headers.get("content-encoding")) == (200, None)
 
 
 async def test_an_unknown_encoding_names_the_known_ones(start: Start) -> None:
