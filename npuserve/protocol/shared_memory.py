@@ -112,14 +112,17 @@ class SharedMemoryRegistry:
         """
         self._check_enabled()
         if not name:
+            # Differs from Triton: over gRPC it takes a region without a name.
             raise InvalidArgumentError(
                 "'region name' is necessary to register system shared memory region"
             )
         path = _object_path(name, key)
         if name in self._regions:
-            raise AlreadyExistsError(f"shared memory region '{name}' already in manager")
-        if offset < 0 or byte_size < 0:
+            raise _already_there(name)
+        if offset < 0 or byte_size <= 0:
             raise _invalid_args(name)
+        # Differs from Triton, which maps it: the offset need not be that of a page, and an object
+        # may be registered under several names.
         fd = _open_object(path, key)
         if offset + byte_size > os.fstat(fd).st_size:
             os.close(fd)
@@ -130,9 +133,16 @@ class SharedMemoryRegistry:
         """Refuse: there is no CUDA device.
 
         Raises:
-            InvalidArgumentError: always.
+            AlreadyExistsError: a system region has the name.
+            InvalidArgumentError: otherwise.
         """
         self._check_enabled()
+        if not name:
+            raise InvalidArgumentError(
+                "'region name' is necessary to register cuda shared memory region"
+            )
+        if name in self._regions:
+            raise _already_there(name)
         raise InvalidArgumentError(
             f"failed to register CUDA shared memory region: '{name}', GPUs not supported"
         )
@@ -192,8 +202,6 @@ class SharedMemoryRegistry:
             InternalError: the object behind it was made shorter.
         """
         region = self._find(name, offset, byte_size)
-        if not byte_size:
-            return memoryview(b"")
         buffer = self._lease(byte_size)
         done, start = 0, region.offset + offset
         while done < byte_size:
@@ -245,9 +253,9 @@ class SharedMemoryRegistry:
         region = self._regions.get(name)
         if region is None:
             raise NotFoundError(f"Unable to find shared memory region: '{name}'")
-        if not 0 <= offset < max(region.byte_size, 1):
+        if not 0 <= offset < region.byte_size:
             raise InvalidArgumentError(f"Invalid offset for shared memory region: '{name}'")
-        if byte_size < 0 or offset + byte_size > region.byte_size:
+        if byte_size <= 0 or offset + byte_size > region.byte_size:
             raise InvalidArgumentError(
                 f"Invalid offset + byte size for shared memory region: '{name}'"
             )
@@ -268,6 +276,7 @@ def _object_path(name: str, key: str) -> str:
         InvalidArgumentError: a key that is empty or reserved.
     """
     object_name = key.lstrip("/")
+    # Differs from Triton: it cuts a key at a zero byte.
     if object_name in ("", ".", "..") or "\0" in object_name:
         raise InvalidArgumentError(
             f"cannot register shared memory region '{name}' - invalid shm key '{key}'"
@@ -296,6 +305,10 @@ def _open_object(path: str, key: str) -> int:
 def _cannot_open(key: str) -> InvalidArgumentError:
     # Differs from Triton: 400 instead of 500, it was the client who named the object.
     return InvalidArgumentError(f"Unable to open shared memory region: '{key}'")
+
+
+def _already_there(name: str) -> AlreadyExistsError:
+    return AlreadyExistsError(f"shared memory region '{name}' already in manager")
 
 
 def _check_length(region: Region, end: int) -> None:

@@ -75,7 +75,13 @@ def test_a_truncated_object_is_an_error(registry: SharedMemoryRegistry, path: Pa
 
 @pytest.mark.parametrize(
     ("offset", "size", "text"),
-    [(48, 1, "Invalid offset for"), (40, 9, r"Invalid offset \+ byte size"), (-1, 1, "offset")],
+    [
+        (48, 1, "Invalid offset for"),
+        (40, 9, r"Invalid offset \+ byte size"),
+        (-1, 1, "offset"),
+        (0, 0, r"Invalid offset \+ byte size"),
+        (0, -1, r"Invalid offset \+ byte size"),
+    ],
 )
 def test_places_outside_of_the_region_are_refused(
     registry: SharedMemoryRegistry, offset: int, size: int, text: str
@@ -132,9 +138,17 @@ def test_bad_keys_are_refused(key: str, text: str) -> None:
 
 
 def test_a_region_beyond_its_object_is_refused(path: Path) -> None:
-    """Offset and size must lie within the object."""
-    with pytest.raises(InvalidArgumentError, match=r"failed to register .*'r': invalid args"):
-        SharedMemoryRegistry().register_system("r", path.name, 60, 5)
+    """Offset and size must lie within the object, and there is no region of no bytes."""
+    for offset, byte_size in ((60, 5), (0, 0), (64, 0), (0, 2**64 - 1), (2**64 - 1, 1)):
+        with pytest.raises(InvalidArgumentError, match=r"failed to register .*'r': invalid args"):
+            SharedMemoryRegistry().register_system("r", path.name, offset, byte_size)
+
+
+def test_an_object_may_have_several_regions(registry: SharedMemoryRegistry, path: Path) -> None:
+    """Each stays when another one goes."""
+    registry.register_system("s", path.name, 3, 8)
+    registry.unregister_system("r")
+    assert bytes(registry.read("s", 0, 2)) == bytes([3, 4])
 
 
 def test_unknown_regions_are_named(registry: SharedMemoryRegistry) -> None:
@@ -149,10 +163,14 @@ def test_unknown_regions_are_named(registry: SharedMemoryRegistry) -> None:
         registry.cuda_status("r")
 
 
-def test_cuda_regions_are_refused() -> None:
-    """There is no CUDA device here."""
+def test_cuda_regions_are_refused(registry: SharedMemoryRegistry) -> None:
+    """There is no CUDA device here; what is wrong with the name is told first, as in Triton."""
     with pytest.raises(InvalidArgumentError, match="GPUs not supported"):
-        SharedMemoryRegistry().register_cuda("g")
+        registry.register_cuda("g")
+    with pytest.raises(InvalidArgumentError, match="'region name' is necessary to register cuda"):
+        registry.register_cuda("")
+    with pytest.raises(AlreadyExistsError, match="'r' already in manager"):
+        registry.register_cuda("r")
 
 
 def test_a_disabled_registry_still_answers_status() -> None:

@@ -132,8 +132,11 @@ _RESERVED: dict[str, Callable[[InferenceRequest, str, pb.InferParameter, str | N
 }
 
 
-def _wrong_type(key: str, expected: str) -> InvalidArgumentError:
-    return InvalidArgumentError(f"invalid value type for '{key}' parameter, expected {expected}.")
+def _wrong_type(key: str, expected: str, tensor: str = "") -> InvalidArgumentError:
+    place = f" for tensor '{tensor}'" if tensor else ""
+    return InvalidArgumentError(
+        f"invalid value type for '{key}' parameter{place}, expected {expected}."
+    )
 
 
 def shared_memory_reference(
@@ -141,15 +144,16 @@ def shared_memory_reference(
 ) -> SharedMemoryReference | None:
     """The region an input or output lies in, if its parameters name one."""
     if "shared_memory_region" not in parameters:
-        if "shared_memory_byte_size" in parameters:
-            raise InvalidArgumentError(
-                "'shared_memory_byte_size' can not be specified without 'shared_memory_region' "
-                f"parameter for tensor '{tensor}'"
-            )
+        for key in ("shared_memory_byte_size", "shared_memory_offset"):
+            if key in parameters:
+                raise InvalidArgumentError(
+                    f"'{key}' can not be specified without 'shared_memory_region' parameter for "
+                    f"tensor '{tensor}'"
+                )
         return None
     region = parameters["shared_memory_region"]
     if region.WhichOneof("parameter_choice") != "string_param":
-        raise _wrong_type("shared_memory_region", "string_param")
+        raise _wrong_type("shared_memory_region", "string_param", tensor)
     if "shared_memory_byte_size" not in parameters:
         raise InvalidArgumentError(
             "'shared_memory_byte_size' must be specified along with 'shared_memory_region' "
@@ -157,16 +161,14 @@ def shared_memory_reference(
         )
     offset = 0
     if "shared_memory_offset" in parameters:
-        offset = _int_parameter(parameters, "shared_memory_offset")
-    byte_size = _int_parameter(parameters, "shared_memory_byte_size")
+        offset = _int_parameter(tensor, parameters, "shared_memory_offset")
+    byte_size = _int_parameter(tensor, parameters, "shared_memory_byte_size")
     return SharedMemoryReference(region.string_param, offset, byte_size)
 
 
-def _int_parameter(parameters: Mapping[str, pb.InferParameter], key: str) -> int:
-    """A parameter that must be an integer of at least 0."""
+def _int_parameter(tensor: str, parameters: Mapping[str, pb.InferParameter], key: str) -> int:
+    """A parameter that must be an integer; the region knows which ones it can have."""
     parameter = parameters[key]
     if parameter.WhichOneof("parameter_choice") != "int64_param":
-        raise _wrong_type(key, "int64_param")
-    if parameter.int64_param < 0:
-        raise InvalidArgumentError(f"invalid value for '{key}', expected value >= 0.")
+        raise _wrong_type(key, "int64_param", tensor)
     return parameter.int64_param

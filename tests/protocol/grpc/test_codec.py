@@ -144,9 +144,21 @@ def _region_and_contents() -> pb.ModelInferRequest:
             "'shared_memory_byte_size' can not be specified without 'shared_memory_region' "
             "parameter for tensor 'IN'",
         ),
-        (_region(region=1, byte_size=4), "invalid value type for 'shared_memory_region'"),
-        (_region(region="r", byte_size="4"), "invalid value type for 'shared_memory_byte_size'"),
-        (_region(region="r", byte_size=-4), "invalid value for 'shared_memory_byte_size'"),
+        (
+            _region(offset=4),
+            "'shared_memory_offset' can not be specified without 'shared_memory_region' "
+            "parameter for tensor 'IN'",
+        ),
+        (
+            _region(region=1, byte_size=4),
+            "invalid value type for 'shared_memory_region' parameter for tensor 'IN', expected "
+            "string_param.",
+        ),
+        (
+            _region(region="r", byte_size="4"),
+            "invalid value type for 'shared_memory_byte_size' parameter for tensor 'IN', "
+            "expected int64_param.",
+        ),
     ],
 )
 def test_bad_inputs(message: pb.ModelInferRequest, text: str) -> None:
