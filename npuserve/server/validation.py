@@ -86,6 +86,15 @@ class RequestValidator:
         self.output_names = tuple(self.outputs)
         self._required = sum(not spec.optional for spec in self.inputs.values())
         self._reshapes = any(spec.reshape is not None for spec in self.inputs.values())
+        # Backends learn the size of a batch from its first input; control and state tensors have
+        # it, too.
+        sequences = config.sequence_batching
+        self._needs_input = (
+            config.max_batch_size > 0
+            and not config.HasField("ensemble_scheduling")
+            and not sequences.control_input
+            and not sequences.state
+        )
         # (input name, datatype, shape) → (size in bytes or -1 for BYTES, batch size, elements)
         self._known: dict[tuple[str, str, tuple[int, ...]], tuple[int, int, int]] = {}
 
@@ -119,6 +128,11 @@ class RequestValidator:
                     f"'{tensor.name}' for model '{self._name}'. Expected {size}, "
                     f"got {len(tensor.data)}"
                 )
+        if batch_size < 0 and self._needs_input:
+            raise InvalidArgumentError(
+                f"{request_prefix(request.id)}out of bounds index 0: request has 0 inputs, but "
+                f"model '{self._name}' needs one for the size of its batch"
+            )
         batch_size = max(batch_size, 0)
         if self._reshapes:
             self._apply_reshape(request)

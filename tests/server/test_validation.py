@@ -102,6 +102,36 @@ def test_an_unknown_output_is_refused() -> None:
     assert "unexpected inference output 'Z'" in refusal([fp32("A", 1, 2, 3)], outputs=("Z",))
 
 
+OPTIONAL = """
+name: "m" max_batch_size: 4
+input { name: "A" data_type: TYPE_FP32 dims: [ 1 ] optional: true }
+"""
+CONTROL = 'control_input { name: "S" control { kind: CONTROL_SEQUENCE_START } }'
+
+
+def test_a_batch_needs_an_input_for_its_size() -> None:
+    """Also where all inputs are optional, in Triton's words."""
+    assert refusal([], OPTIONAL).startswith(
+        "[request id: <id_unknown>] out of bounds index 0: request has 0 inputs"
+    )
+    assert refusal([], OPTIONAL + "dynamic_batching { }", id="7").startswith("[request id: 7]")
+    assert "has 0 inputs" in refusal([], OPTIONAL + "sequence_batching { }")
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        OPTIONAL.replace("max_batch_size: 4", ""),
+        OPTIONAL + f"sequence_batching {{ {CONTROL} }}",
+        OPTIONAL + 'sequence_batching { state { input_name: "I" output_name: "O" } }',
+        OPTIONAL + "ensemble_scheduling { }",
+    ],
+)
+def test_no_input_will_do_where_there_is_another_source_of_the_size(config: str) -> None:
+    """No batches, tensors that the scheduler adds, or members with inputs of their own."""
+    assert validator(config).check(request()) == 0
+
+
 def test_a_client_cannot_make_the_shape_memory_grow() -> None:
     """Shapes that were seen are forgotten once there are many."""
     checks = validator()
