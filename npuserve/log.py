@@ -234,6 +234,7 @@ def _check_value(name: str, value: object) -> None:
         raise InvalidArgumentError(f"expect {described} for '{name}'")
     if kind is str and value not in FORMATS:
         raise InvalidArgumentError(f"invalid argument for log_format, got: {value}")
+    # Differs from Triton: it takes a level from 2^31 on for 0.
     if isinstance(value, int) and not 0 <= value < 2**31:
         raise InvalidArgumentError(f"invalid argument for log_verbose_level, got: {value}")
 

@@ -48,7 +48,7 @@ def _make(model_dir: Path) -> None:
 
 def _write(model_dir: Path, relative: str, content: bytes) -> None:
     try:
-        target = (model_dir / relative).resolve()
+        target = (model_dir / relative.lstrip("/")).resolve()
         if not target.is_relative_to(model_dir.resolve()):
             raise InternalError(
                 f"Invalid file parameter 'file:{relative}' with normalized path '{target}' "

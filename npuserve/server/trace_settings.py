@@ -20,7 +20,7 @@ LEVELS = ("TIMESTAMPS", "TENSORS")
 _MAX_INT32 = (1 << 31) - 1
 _MAX_UINT32 = (1 << 32) - 1
 # Differs from Triton: it reads " 1", "1.5" and "0x10" as far as they are decimal, and wraps -1.
-_INTEGER = re.compile(r"-?[0-9]{1,1000}")
+_INTEGER = re.compile(r"[+-]?[0-9]{1,1000}")
 
 # A setting as the protocol has it: `trace_level` is a list, the others are texts.
 SettingValue = str | list[str]

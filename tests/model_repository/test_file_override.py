@@ -36,12 +36,20 @@ def test_a_name_that_is_no_folder_is_refused(temporary: Path, name: str) -> None
     assert [entry.name for entry in temporary.iterdir()] == ["of-others"]
 
 
-@pytest.mark.parametrize("path", ["../x", "/x", "1/../../x"])
+@pytest.mark.parametrize("path", ["../x", "/../x", "1/../../x"])
 def test_a_file_that_leaves_the_folder_is_refused(temporary: Path, path: str) -> None:
     """Nothing is left of the attempt."""
     with pytest.raises(InternalError, match="must stay within model directory"):
         write_files("m", {path: b"x"})
     assert [entry.name for entry in temporary.iterdir()] == ["of-others"]
+
+
+def test_a_leading_slash_means_the_models_folder(temporary: Path) -> None:
+    """As in Triton."""
+    folder = write_files("m", {"/1/model.py": b"x", "//labels.txt": b"y"})
+    assert (folder / "1/model.py").read_bytes() == b"x"
+    assert (folder / "labels.txt").read_bytes() == b"y"
+    remove_files(folder)
 
 
 @pytest.mark.parametrize("path", ["", "1", "1/x/y", "a" * 300, "1/\0"])

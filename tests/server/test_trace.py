@@ -57,6 +57,14 @@ def test_the_count_runs_down_and_can_be_read() -> None:
     assert subject.settings()["trace_count"] == "0"
 
 
+def test_a_plus_sign_is_a_sign() -> None:
+    """As in Triton."""
+    subject = tracer()
+    subject.update({"trace_rate": "+7", "log_frequency": "2147483648"})
+    shown = subject.settings()
+    assert (shown["trace_rate"], shown["log_frequency"]) == ("7", "2147483648")
+
+
 def test_settings_are_shown_in_triton_order() -> None:
     """Scalars are texts, the level is a list."""
     assert list(tracer(rate=7, log_frequency=3, file="f").settings().items()) == [

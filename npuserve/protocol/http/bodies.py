@@ -145,7 +145,7 @@ class GenerateReply(RootModel[dict[str, JsonValue]]):
 class IndexBody(Body):
     """What to list."""
 
-    ready: bool = Field(False, description="Only models that are ready.")
+    ready: bool | None = Field(None, description="Only models that are ready.")
 
 
 class IndexEntryReply(Body):
@@ -164,8 +164,8 @@ class IndexReply(RootModel[list[IndexEntryReply]]):
 class LoadBody(Body):
     """How to load a model."""
 
-    parameters: dict[str, JsonValue] = Field(
-        default_factory=dict,
+    parameters: dict[str, JsonValue] | None = Field(
+        None,
         description="config: the configuration as JSON text, in place of config.pbtxt. "
         "file:<path>: a file of the model as base64, with config.",
     )
@@ -174,8 +174,8 @@ class LoadBody(Body):
 class UnloadBody(Body):
     """How to unload a model."""
 
-    parameters: dict[str, JsonValue] = Field(
-        default_factory=dict, description="unload_dependents: also unload the members."
+    parameters: dict[str, JsonValue] | None = Field(
+        None, description="unload_dependents: also unload the members."
     )
 
 
@@ -190,12 +190,18 @@ class RegisterSystemBody(Body):
     byte_size: int = Field(ge=0)
 
 
+class CudaHandle(Body):
+    """A cudaIpcMemHandle_t."""
+
+    b64: str
+
+
 class RegisterCudaBody(Body):
     """A CUDA memory handle; always refused, there is no CUDA device."""
 
-    raw_handle: dict[str, str]
-    device_id: int
-    byte_size: int
+    raw_handle: CudaHandle
+    device_id: int = Field(ge=0)
+    byte_size: int = Field(ge=0)
 
 
 class SystemRegionReply(Body):

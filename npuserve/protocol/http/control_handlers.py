@@ -49,14 +49,14 @@ class ControlHandlers:
     async def index(self, request: Request) -> Response:
         """Models of the repositories and their states."""
         body = await read_body(request, IndexBody, self._limit, optional=True)
-        entries = await self._server.repository_index(body.ready)
+        entries = await self._server.repository_index(body.ready or False)
         return json_response([_index_entry(entry) for entry in entries])
 
     async def load(self, request: Request) -> Response:
         """Load or reload a model; returns when it is ready."""
         _refuse_repository(request)
         body = await read_body(request, LoadBody, self._limit, optional=True)
-        config, files = _load_parameters(body.parameters)
+        config, files = _load_parameters(body.parameters or {})
         await self._server.load_model(request.path_params["model"], config, files)
         return Response()
 
@@ -64,7 +64,7 @@ class ControlHandlers:
         """Unload a model; returns once it takes no more requests."""
         _refuse_repository(request)
         body = await read_body(request, UnloadBody, self._limit, optional=True)
-        dependents = body.parameters.get("unload_dependents", False)
+        dependents = (body.parameters or {}).get("unload_dependents")
         # As Triton: a value of another type is ignored.
         await self._server.unload_model(request.path_params["model"], dependents is True)
         return Response()
@@ -106,7 +106,7 @@ class ControlHandlers:
     async def cuda_register(self, request: Request) -> Response:
         """Refuse a CUDA region."""
         body = await read_body(request, RegisterCudaBody, self._limit)
-        if len(_decode_base64(body.raw_handle.get("b64", ""))) != _CUDA_HANDLE_BYTES:
+        if len(_decode_base64(body.raw_handle.b64)) != _CUDA_HANDLE_BYTES:
             raise InvalidArgumentError(
                 "'raw_handle' must be a valid base64 encoded cudaIpcMemHandle_t"
             )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from npuserve.errors import InvalidArgumentError
+from npuserve.protocol.http.json_members import missing_member, wrong_kind
 from npuserve.protocol.http.json_text import parse_json
 
 if TYPE_CHECKING:
@@ -56,13 +57,29 @@ async def read_body(request: Request, model: type[B], limit: int, *, optional: b
     try:
         return model.model_validate(value)
     except ValidationError as error:
-        raise InvalidArgumentError(_first_problem(error)) from error
+        raise _first_problem(error) from error
 
 
-def _first_problem(error: ValidationError) -> str:
+# What pydantic calls a wrong value → what Triton calls the right one.
+_KINDS = {
+    "bool_type": "boolean",
+    "dict_type": "object",
+    "greater_than_equal": "unsigned-integer",
+    "int_type": "unsigned-integer",
+    "list_type": "array",
+    "model_type": "object",
+    "string_type": "string",
+}
+
+
+def _first_problem(error: ValidationError) -> InvalidArgumentError:
     problem = error.errors(include_url=False)[0]
     member = ".".join(map(str, problem["loc"])) or "request body"
-    return f"Invalid value for '{member}': {problem['msg']}"
+    if problem["type"] == "missing":
+        return missing_member(member)
+    if problem["type"] in _KINDS:
+        return wrong_kind(member, _KINDS[problem["type"]])
+    return InvalidArgumentError(f"Unable to parse '{member}': {problem['msg']}")
 
 
 async def or_disconnect(

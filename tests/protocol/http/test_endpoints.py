@@ -77,7 +77,8 @@ async def test_config_and_statistics(start: Start) -> None:
 @pytest.mark.parametrize(
     "path",
     ["/", "/v2/", "/v2/models/", "/v2/models/echo/", "//v2", "/metrics", "/v2/models/a%2Fb",
-     "/v2/models/echo/versions/-1/ready", "/v2/models/echo/versions/x", "/v2/models/echo/versions"],
+     "/v2/models/echo/versions/-1/ready", "/v2/models/echo/versions/x", "/v2/models/echo/versions",
+     "/v2/models/echo/versions/%2B1", "/v2/models/echo/versions/%D9%A1"],
 )  # fmt: skip
 async def test_unknown_paths(start: Start, path: str) -> None:
     """404 with a JSON body, never a redirect."""
@@ -130,16 +131,40 @@ async def test_repository(start: Start) -> None:
 @pytest.mark.parametrize(
     ("path", "body", "status", "text"),
     [
-        ("repository/index", {"ready": "yes"}, 400, "Invalid value for 'ready'"),
+        (
+            "repository/index",
+            {"ready": "yes"},
+            400,
+            "Unable to parse 'ready': attempt to access JSON non-boolean as boolean",
+        ),
         ("repository/index", [], 400, "request body"),
         ("repository/models/m/load", {"parameters": {"x": "1"}}, 400, "load parameter 'x'"),
+        ("repository/models/m/load", {"parameters": []}, 400, "'parameters': attempt to access"),
         ("repository/models/m/load", {"parameters": {"config": 1}}, 400, "non-string"),
         ("repository/models/m/load", {"parameters": {"file:a": "x"}}, 400, "base64"),
         ("repository/r/models/m/load", {}, 501, "'repository_name' specification"),
-        ("systemsharedmemory/region/r/register", {"byte_size": 1}, 400, "key"),
-        ("systemsharedmemory/region/r/register", {"key": "k", "byte_size": -1}, 400, "byte_size"),
+        (
+            "systemsharedmemory/region/r/register",
+            {"byte_size": 1},
+            400,
+            "'key': attempt to access non-existing object member 'key'",
+        ),
+        (
+            "systemsharedmemory/region/r/register",
+            {"key": "k", "byte_size": -1},
+            400,
+            "'byte_size': attempt to access JSON non-unsigned-integer as unsigned-integer",
+        ),
+        ("systemsharedmemory/region/r/register", {"key": "k", "byte_size": 0}, 400, "invalid args"),
+        ("systemsharedmemory/region/r/register", {"key": 5, "byte_size": 1}, 400, "non-string"),
         ("systemsharedmemory/register", {"key": "k", "byte_size": 1}, 400, "'region name'"),
         ("cudasharedmemory/region/r/register", {}, 400, "raw_handle"),
+        (
+            "cudasharedmemory/region/r/register",
+            {"raw_handle": {}, "device_id": 0, "byte_size": 1},
+            400,
+            "raw_handle.b64",
+        ),
         ("trace/setting", {"trace_rate": 5}, 400, "trace_rate"),
         ("models/none/trace/setting", {}, 400, "Request for unknown model : none"),
         ("logging", {"log_info": "yes"}, 400, "log_info"),
@@ -155,6 +180,18 @@ async def test_bad_bodies(start: Start, path: str, body: Any, status: int, text:
     reply = await client.ask(post(f"/v2/{path}", json.dumps(body).encode()))
     assert reply.status == status
     assert text in reply.error
+
+
+async def test_null_is_as_good_as_nothing(start: Start) -> None:
+    """Some serialisers write what is not there as null."""
+    client = await (await start()).connect()
+    for path, body in (
+        ("index", b'{"ready":null}'),
+        ("models/echo/load", b'{"parameters":null}'),
+        ("models/echo/unload", b'{"parameters":null}'),
+        ("models/echo/unload", b'{"parameters":{"unload_dependents":null}}'),
+    ):
+        assert (await client.ask(post(f"/v2/repository/{path}", body))).status == 200
 
 
 async def test_bodies_of_the_control_plane_have_a_limit(start: Start) -> None:
