@@ -48,7 +48,8 @@ class OmBackend(Backend):
         if is_complete(context.config):
             complete_scheduler(context.config)
             return
-        device_id = context.placements[0].device_id if context.placements else 0
+        # Instances have no places yet.
+        device_id = next((card for g in context.config.instance_group for card in g.gpus), 0)
         if engine_of(context) == "ais_bench":
             complete_from_session(context, path, device_id)
         else:
