@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     import asyncio
@@ -57,6 +57,19 @@ class Placement:
     rate_limiter: Any = None  # ModelRateLimiter message of the group, or None
     cpu_cores: frozenset[int] = frozenset()
     card_name: str = ""
+
+
+class MemoryUsage(NamedTuple):
+    """Memory that a model or an instance holds.
+
+    Attributes:
+        type: "CPU", "CPU_PINNED" (page-locked) or "GPU" (a card).
+        id: number of the card, 0 for the others.
+    """
+
+    type: str
+    id: int
+    byte_size: int
 
 
 class Mailbox(Protocol):
@@ -257,6 +270,9 @@ class ModelInstance:
     # instance and begins without a gap. No overlap comes of it.
     prefetches: bool = True
 
+    # What it holds once it is initialized, for the statistics; empty if it does not know.
+    memory_usage: Sequence[MemoryUsage] = ()
+
     # Whether an execution holds the interpreter lock nearly all the time, so that a second core
     # would be of no use to it.
     holds_gil: bool = False
@@ -326,6 +342,9 @@ class LoopInstance:
 
     # Whether `is_ready` has something to say.
     has_readiness: bool = False
+
+    # See `ModelInstance.memory_usage`.
+    memory_usage: Sequence[MemoryUsage] = ()
 
     # The kernel's id of the process that executes its batches (of its main thread), or 0.
     native_thread_id: int = 0

@@ -19,7 +19,12 @@ from npuserve.backends.acl.gears import Gear, Paddable, largest_batch, nearest, 
 from npuserve.backends.acl.library import AclCallError, load_library
 from npuserve.backends.acl.model import ModelKind
 from npuserve.backends.acl.runner import ModelRunner, RunnerOptions
-from npuserve.backends.base import BackendModelContext, ExecutionBatch, PipelinedInstance
+from npuserve.backends.base import (
+    BackendModelContext,
+    ExecutionBatch,
+    MemoryUsage,
+    PipelinedInstance,
+)
 from npuserve.backends.batch_input import BatchTensors
 from npuserve.backends.model_signature import check_config, scheduler_output_names
 from npuserve.backends.npu_batch import Group, OutputWriter, Shape, group_requests, stage_input
@@ -113,6 +118,7 @@ class NpuInstance(PipelinedInstance):
         config = self._context.config
         signature = signature_of(runners[0], config)
         self._description = runners[0].description
+        self.memory_usage = list(_memory_usage(self._lanes, runners))
         check_batch_tensors(config, self._description)
         check_config(config, signature)
         self._paddable = paddable_axes(self._description.gears, self._batching)
@@ -270,3 +276,10 @@ def _as_npuserve_error(error: Exception) -> NpuserveError:
         return error
     logger.error("an execution failed", exc_info=error)
     return InternalError(f"{type(error).__name__}: {error}")
+
+
+def _memory_usage(lanes: Sequence[Lane], runners: Sequence[ModelRunner]) -> Iterator[MemoryUsage]:
+    for lane, runner in zip(lanes, runners, strict=True):
+        device, host = runner.memory_bytes()
+        yield MemoryUsage("GPU", lane.options.device_id, device)
+        yield MemoryUsage("CPU_PINNED", 0, host)

@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from npuserve.backends.base import MemoryUsage
 from npuserve.errors import InternalError, InvalidArgumentError
 from npuserve.model_config import is_decoupled
 from npuserve.server.instance_pool import InstancePool
@@ -144,6 +146,13 @@ class Model:
         for placement, instance in zip(self.context.placements, made, strict=True):
             self.pool.add(placement, instance)
         await self.pool.initialize()
+        held: Counter[tuple[str, int]] = Counter()
+        for instance in made:
+            for usage in instance.memory_usage:
+                held[usage.type, usage.id] += usage.byte_size
+        self.statistics.memory_usage = [
+            MemoryUsage(*where, byte_size) for where, byte_size in sorted(held.items())
+        ]
 
     async def _make_scheduler(self, services: Any) -> Scheduler:
         context = SchedulerContext(

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import time
 from enum import StrEnum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from npuserve.backends.base import MemoryUsage
     from npuserve.server.latency import Histogram, LatencySummaries
 
 
@@ -74,14 +75,6 @@ class ResponseStatistics:
         self.fail = Duration()
         self.empty_response = Duration()
         self.cancel = Duration()
-
-
-class MemoryUsage(NamedTuple):
-    """Memory a backend says the model holds: type such as "CPU" or "GPU", device, bytes."""
-
-    type: str
-    id: int
-    byte_size: int
 
 
 class DeviceStatistics:
@@ -222,7 +215,7 @@ class ModelStatistics:
         batch: executions by batch size.
         responses: of a decoupled model, by the index of the response in its request; the last
             entry there may be has all that come after it, too.
-        memory_usage: as in Triton's reply; no backend reports any.
+        memory_usage: what its instances held when it was loaded, as far as the backend knows.
         pending: requests accepted and not yet executing.
         first_response: time until the first response in ms, None unless it is switched on.
     """

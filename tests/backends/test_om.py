@@ -85,6 +85,18 @@ async def test_batch_gears_complete_the_configuration(tmp_path: Path, machine: R
         assert list(config.dynamic_batching.preferred_batch_size) == [16]
 
 
+async def test_a_configuration_is_completed_on_a_card_of_its_instances(
+    tmp_path: Path, machine: Runtime
+) -> None:
+    """Card 0 may be full, or somebody else's."""
+    machine.cards[0].memory.total = 1
+    text = "instance_group { kind: KIND_GPU gpus: 1 }"
+    driver = serve(batch_om(tmp_path), text)
+    driver.context.placements = ()  # known when the configuration is complete
+    OmBackend().auto_complete(driver.context)
+    assert driver.context.config.max_batch_size == 4
+
+
 async def test_a_batch_runs_with_the_nearest_gear(tmp_path: Path, machine: Runtime) -> None:
     """Three rows run with the gear of four, and three rows come back."""
     async with serve(batch_om(tmp_path)) as driver:
@@ -560,6 +572,28 @@ def test_core_limits_are_cube_and_vector() -> None:
     assert parse_cores("") == (0, 0)
     with pytest.raises(InvalidArgumentError):
         parse_cores("many")
+
+
+@pytest.mark.parametrize("kind", ["gears", "dynamic"])
+async def test_the_memory_an_instance_holds(tmp_path: Path, machine: Runtime, kind: str) -> None:
+    """As the card sees it; a dynamic shape's own part is estimated by the file."""
+    if kind == "gears":
+        batch_om(tmp_path)
+    else:
+        compile_om(affine(tmp_path, ["n", "l"]))
+    async with serve(tmp_path) as driver:
+        device, host = driver.pool.instances[0].backend_instance.memory_usage
+        blocks = machine.cards[0].memory.blocks
+        taken = [(block.call, block.size) for block in blocks]
+        loaded = sum(size for call, size in taken if "load" in call)
+        staging = sum(size for call, size in taken if "malloc" in call)
+        assert loaded
+        assert staging
+        if kind == "dynamic":
+            loaded = (tmp_path / "1" / "model.om").stat().st_size
+        assert device == ("GPU", 0, loaded + staging)
+        pinned = sum(block.size for block in machine.host.blocks)
+        assert host == ("CPU_PINNED", 0, pinned)
 
 
 async def test_core_limits_reach_the_runtime(tmp_path: Path, machine: Runtime) -> None:

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import math
 import random
+from pathlib import Path
 
 import pytest
 
+from npuserve.backends.base import MemoryUsage
+from npuserve.backends.identity import IdentityInstance
+from npuserve.protocol.grpc.control_codec import statistics_response
+from npuserve.protocol.http.statistics_codec import statistics_document
 from npuserve.server.latency import Histogram, LatencySummaries, SlidingSummary
 from npuserve.server.statistics import FailureReason, ModelStatistics
+from tests.server.models import serve, write_model
 
 SECOND = 1_000_000_000
 
@@ -55,6 +61,26 @@ def test_responses_of_decoupled_models_are_counted_by_index() -> None:
     assert statistics.responses[2].fail.count == 1
     assert statistics.responses[3].empty_response.ns == 8
     assert statistics.responses[3].cancel.ns == 9
+
+
+async def test_the_memory_of_all_instances_is_shown_by_where_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two instances on one card, as their backend tells of them."""
+    usage = [MemoryUsage("GPU", 3, 100), MemoryUsage("CPU_PINNED", 0, 7)]
+    monkeypatch.setattr(IdentityInstance, "memory_usage", usage)
+    write_model(tmp_path, "m", "instance_group [ { kind: KIND_CPU } ]")
+    async with serve(tmp_path) as server:
+        models = [server.model("m")]
+        assert statistics_document(models)["model_stats"][0]["memory_usage"] == [
+            {"type": "CPU_PINNED", "id": 0, "byte_size": 14},
+            {"type": "GPU", "id": 3, "byte_size": 200},
+        ]
+        (entry,) = statistics_response(models).model_stats
+        assert [(each.type, each.id, each.byte_size) for each in entry.memory_usage] == [
+            ("CPU_PINNED", 0, 14),
+            ("GPU", 3, 200),
+        ]
 
 
 def test_an_endless_stream_takes_bounded_memory() -> None:

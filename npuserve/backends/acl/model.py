@@ -6,6 +6,7 @@ from one thread and queues its executions on one stream.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -17,11 +18,15 @@ from typing import TYPE_CHECKING, Any
 from npuserve.backends.acl import codes
 from npuserve.backends.acl.aipp import Aipp, AippSettings, parameter_name, read_settings
 from npuserve.backends.acl.gears import Dims, Gear
+from npuserve.backends.acl.library import AclCallError
 from npuserve.backends.acl.runtime import Owned, Stream
 from npuserve.errors import InternalError, InvalidConfigError, UnsupportedError
 
 if TYPE_CHECKING:
     from npuserve.backends.acl.library import AclLibrary
+
+
+logger = logging.getLogger(__name__)
 
 
 class ModelKind(Enum):
@@ -127,11 +132,25 @@ class LoadedModel(Owned):
             context = f"for '{path.name}' on {library.ask('acl.get_soc_name') or 'unknown chip'}"
             self.id: int = library.value("acl.mdl.load_from_file", str(path), context=context)
             stack.callback(library.release, "acl.mdl.unload", self.id)
+            self._path = path
             self.descriptor = library.handle("acl.mdl.create_desc")
             stack.callback(library.release, "acl.mdl.destroy_desc", self.descriptor)
             library.call("acl.mdl.get_desc", self.descriptor, self.id, context=context)
             self.description = _Describer(library, self.id, self.descriptor, aipp).describe()
             self._stack = stack.pop_all()
+
+    def device_bytes(self) -> int:
+        """Memory of the card that the runtime took for it: to work in, and for its weights.
+
+        An estimate for dynamic shapes, of which the runtime does not tell: the weights are nearly
+        all of the file.
+        """
+        if self.description.kind is not ModelKind.RANGES:
+            try:
+                return sum(self.library.value("acl.mdl.query_size", str(self._path)))
+            except AclCallError as error:
+                logger.warning("%s; its file tells how large it is", error)
+        return self._path.stat().st_size
 
     def set_aipp(self, dataset: Dataset) -> None:
         """Write the settings of dynamic AIPP into a dataset's extra inputs, where they stay."""

@@ -79,6 +79,7 @@ class Slot(Owned):
             self.stream = stack.enter_context(Stream(library))
             self.uploaded = stack.enter_context(Event(library))
             self.computed = stack.enter_context(Event(library))
+            extras: list[DeviceBuffer] = []
             blocks: list[tuple[int, int]] = [(0, 0)] * description.dataset_inputs
             for spec in description.inputs:
                 # A dynamic-shape input starts small and grows with the first request.
@@ -87,11 +88,13 @@ class Slot(Owned):
                 blocks[spec.index] = (staging.device.pointer, staging.capacity)
             for extra in description.aipp_inputs:
                 memory = stack.enter_context(DeviceBuffer(library, extra.size))
+                extras.append(memory)
                 blocks[extra.index] = (memory.pointer, memory.size)
             if description.gear_input is not None:
                 gear_memory = stack.enter_context(
                     DeviceBuffer(library, description.gear_input_size)
                 )
+                extras.append(gear_memory)
                 blocks[description.gear_input] = (gear_memory.pointer, gear_memory.size)
             if not dynamic:
                 for spec in description.outputs:
@@ -105,6 +108,17 @@ class Slot(Owned):
             self.output_dataset = stack.enter_context(Dataset(library, results))
             stack.callback(self._close_landing)
             self._stack = stack.pop_all()
+        self._extra_bytes = sum(memory.size for memory in extras)
+
+    @property
+    def host_bytes(self) -> int:
+        """Page-locked memory of the tensors it has room for now."""
+        return sum(staging.capacity for staging in (*self.inputs, *self.outputs))
+
+    @property
+    def device_bytes(self) -> int:
+        """Memory of the card."""
+        return self.host_bytes + self._extra_bytes
 
     def landing(self, size: int) -> HostBuffer:
         """Page-locked memory for an output whose size is known only after the execution."""
@@ -174,6 +188,11 @@ class ModelRunner(Owned):
             tuple(-1 if axis in rules else length for axis, length in enumerate(spec.dims))
             for spec, rules in zip(self.description.outputs, self._rules, strict=True)
         ]
+
+    def memory_bytes(self) -> tuple[int, int]:
+        """What it holds now: (memory of the card, page-locked memory)."""
+        device = self._model.device_bytes() + sum(slot.device_bytes for slot in self._slots)
+        return device, sum(slot.host_bytes for slot in self._slots)
 
     @property
     def running(self) -> int:
