@@ -8,10 +8,11 @@ every request before they queue it.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Protocol
@@ -21,7 +22,8 @@ import orjson
 from npuserve.errors import InvalidArgumentError, NpuserveError, RequestCancelledError
 from npuserve.model_config import is_decoupled
 from npuserve.response import InferenceResponse
-from npuserve.server.execution import reject
+from npuserve.server.execution import as_npuserve_error, reject
+from npuserve.server.statistics import FailureReason
 from npuserve.tensor import Buffer, Tensor
 
 if TYPE_CHECKING:
@@ -40,6 +42,9 @@ _now_ns = time.monotonic_ns
 _ENTRY_OVERHEAD_BYTES = 512
 
 _REDIS_PAUSE_NS = 1_000_000_000
+
+# Keys of larger inputs are made beside the event loop: a digest takes a millisecond a megabyte.
+_LARGE_BYTES = 1 << 20
 
 
 class Store(Protocol):
@@ -237,8 +242,6 @@ def _connect_redis(
             "--cache-config=redis needs redis-py: pip install 'npuserve[redis]'"
         ) from error
     if call_soon_threadsafe is None:
-        import asyncio
-
         call_soon_threadsafe = asyncio.get_running_loop().call_soon_threadsafe
     timeout_ms = _redis_number(settings, "wait_timeout", 1_000)
     has_tls_files = any(settings.get(name) for name in ("cert", "key", "cacert", "cacert_dir"))
@@ -286,9 +289,11 @@ class ModelCache:
         self._name = context.name
         self._version = str(context.version)
         self._outputs = frozenset(output.name for output in context.config.output)
-        self._statistics = context.statistics
+        self.statistics = context.statistics
         self._queue_up = queue_up
         self._order = order
+        # Requests whose keys are made beside the loop, and those behind them, in order.
+        self._waiting: deque[tuple[_Lookup, asyncio.Future[bytes]]] = deque()
 
     @classmethod
     def for_model(
@@ -308,7 +313,25 @@ class ModelCache:
         Raises:
             NpuserveError: refused by the queue; the request is still the caller's.
         """
-        _Lookup(self, request).run()
+        lookup = _Lookup(self, request)
+        size = sum(len(tensor.data) for tensor in request.inputs.values())
+        if size < _LARGE_BYTES and not self._waiting:
+            lookup.run(self.key_of(request))
+            lookup.late = True
+            return
+        lookup.late = True
+        key = asyncio.get_running_loop().run_in_executor(None, self.key_of, request)
+        self._waiting.append((lookup, key))
+        key.add_done_callback(self._key_made)
+
+    def _key_made(self, _: asyncio.Future[bytes]) -> None:
+        while self._waiting and self._waiting[0][1].done():
+            lookup, key = self._waiting.popleft()
+            error = key.exception()
+            if error is None:
+                lookup.run(key.result())
+            else:
+                lookup.fail(as_npuserve_error(error))
 
     def key_of(self, request: InferenceRequest) -> bytes:
         """Digest of model, version and inputs.
@@ -327,7 +350,7 @@ class ModelCache:
     def hit(self, request: InferenceRequest, response: InferenceResponse, lookup_ns: int) -> None:
         """Answer the request with a stored response."""
         response.model_name, response.model_version = self._name, self._version
-        self._statistics.request_cache_hit(_now_ns() - request.start_ns, lookup_ns)
+        self.statistics.request_cache_hit(_now_ns() - request.start_ns, lookup_ns)
         if self._order is not None:
             self._order.add(request)
         request.deliver(response, True)
@@ -342,12 +365,12 @@ class ModelCache:
         if not late:
             self._queue_up(request)
         elif request.cancelled:
-            reject(request, RequestCancelledError(""), self._statistics)
+            reject(request, RequestCancelledError(""), self.statistics)
         else:
             try:
                 self._queue_up(request)
             except NpuserveError as error:
-                self._statistics.pending -= 1
+                self.statistics.pending -= 1
                 request.deliver(InferenceResponse.from_error(error), True)
 
     def usable(self, request: InferenceRequest, response: InferenceResponse) -> bool:
@@ -363,7 +386,7 @@ class ModelCache:
         start = _now_ns()
         if response is not None and response.error is None:
             self._store.put(key, pack_response(response))
-        self._statistics.own.request_cache_miss(lookup_ns + _now_ns() - start)
+        self.statistics.own.request_cache_miss(lookup_ns + _now_ns() - start)
 
     @property
     def store(self) -> Store:
@@ -372,27 +395,38 @@ class ModelCache:
 
 
 class _Lookup:
-    """One request on its way through the store."""
+    """One request on its way through the store.
 
-    __slots__ = ("_cache", "_elsewhere", "_in_call", "_key", "_request", "_start_ns")
+    Attributes:
+        late: its caller is gone.
+    """
+
+    __slots__ = ("_cache", "_elsewhere", "_key", "_request", "_start_ns", "late")
 
     def __init__(self, cache: ModelCache, request: InferenceRequest) -> None:
         self._cache = cache
         self._request = request
         self._start_ns = _now_ns()
-        self._key = cache.key_of(request)
-        self._in_call = True
-
-    def run(self) -> None:
-        call = self._request.for_model
+        self._key = b""
+        self.late = False
+        call = request.for_model
         self._elsewhere = None if call is None else call.elsewhere()
-        self._cache.store.get(self._key, self._found)
-        self._in_call = False
+
+    def run(self, key: bytes) -> None:
+        self._key = key
+        self._cache.store.get(key, self._found)
+
+    def fail(self, error: NpuserveError) -> None:
+        self._end()
+        reject(self._request, error, self._cache.statistics, FailureReason.OTHER)
+
+    def _end(self) -> None:
+        if self._elsewhere is not None:
+            self._elsewhere.ended()
 
     def _found(self, value: bytes | None) -> None:
         cache, request = self._cache, self._request
-        if self._elsewhere is not None:
-            self._elsewhere.ended()
+        self._end()
         response = None
         if value is not None:
             try:
@@ -403,7 +437,7 @@ class _Lookup:
         if response is not None and cache.usable(request, response):
             cache.hit(request, response, lookup_ns)
         else:
-            cache.miss(request, self._key, lookup_ns, late=not self._in_call)
+            cache.miss(request, self._key, lookup_ns, late=self.late)
 
 
 class _Insertion:

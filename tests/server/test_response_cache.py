@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import pytest
 from google.protobuf import text_format
@@ -14,6 +15,7 @@ from npuserve.request import InferenceRequest
 from npuserve.response import InferenceResponse
 from npuserve.server.response_cache import (
     LocalStore,
+    ModelCache,
     Store,
     create_cache,
     pack_response,
@@ -167,6 +169,60 @@ def test_a_hit_waits_its_turn_where_ordering_is_preserved() -> None:
     assert model.answers == [1]
     model.clock.advance(us=1)
     assert model.answers == [1, 2, 1]
+
+
+async def test_keys_of_large_inputs_are_made_beside_the_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They hit like others, and requests keep their order."""
+    threads: list[bool] = []
+    key_of = ModelCache.key_of
+
+    def watched(cache: ModelCache, request: InferenceRequest) -> bytes:
+        threads.append(threading.current_thread() is threading.main_thread())
+        return key_of(cache, request)
+
+    monkeypatch.setattr(ModelCache, "key_of", watched)
+    model = Model(LocalStore(10_000))
+    large = bytes(1 << 20)
+    for data in (large, b"x"):  # the second one is behind the first
+        model.send(data, shape=(1, len(data)))
+    assert model.answers == []
+    await model.wait_for_answers(2)
+    for data in (large, b"x"):
+        model.send(data, shape=(1, len(data)))
+    await model.wait_for_answers(4)
+    assert model.answers == [1, 2, 1, 2]
+    model.send(b"x")
+    assert threads == [False] * 4 + [True]
+    assert (model.statistics.cache_hit.count, model.statistics.pending) == (3, 0)
+
+
+async def test_a_key_that_cannot_be_made_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its request is answered, and the ones behind it are."""
+
+    def no_memory(*_: object) -> bytes:
+        raise MemoryError("none left")
+
+    model = Model(LocalStore(10_000))
+    large = bytes(1 << 20)
+    with monkeypatch.context() as patch:
+        patch.setattr(ModelCache, "key_of", no_memory)
+        model.send(large, shape=(1, len(large)))
+        await model.wait_for_answers(1)
+    model.send(b"x")
+    assert "none left" in str(model.answers[0])
+    assert model.answers[1] == 1
+    assert (model.statistics.failures["OTHER"], model.statistics.pending) == (1, 0)
+
+
+async def test_a_large_request_that_the_queue_refuses_is_answered() -> None:
+    """Its caller has returned when its key is known."""
+    model = Model(LocalStore(10_000), "default_queue_policy { max_queue_size: 1 }")
+    for number in range(4):
+        model.send(bytes([number]) * (1 << 20), shape=(1, 1 << 20))
+    await model.wait_for_answers(1)
+    assert "Exceeds maximum queue size" in str(model.answers[0])
 
 
 def test_a_packed_response_is_the_same() -> None:
