@@ -85,7 +85,9 @@ class GrpcioTransport:
         self._calls.refused = True
         if self._server is None:
             return
-        # The library would cut new calls at once; they are to get the servicer's refusal.
+        # Stopping the library is its only way to send a GOAWAY, but answers calls that the client
+        # sent before it knew with CANCELLED, which nobody repeats. So they get the servicer's
+        # refusal first, UNAVAILABLE.
         idle = await self._calls.wait_idle(grace_s)
         await self._server.stop(_LAST_RESPONSES_S if idle else None)
 

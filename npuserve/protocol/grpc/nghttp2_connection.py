@@ -39,16 +39,22 @@ _CONNECTION_WINDOW_BYTES = 64 << 20
 # gRPC core sends frames as large as it may. ngh2 joins the pieces of a frame that comes in several
 # reads: those of a megabyte cost it page faults and copies, more than their number saves.
 _FRAME_BYTES = 64 << 10
+# Of the values of a call's headers. Larger ones are refused call by call, as gRPC core does, as
+# long as libnghttp2 can read them at all: beyond `max_inbound_header_list_size`, or with one value
+# of more than 64 KiB, it ends the connection, as it has lost the state of header compression.
+_MAX_METADATA_BYTES = 64 << 10
 _SETTINGS = {
     ngh2.Setting.MAX_CONCURRENT_STREAMS: MAX_CONCURRENT_STREAMS,
     ngh2.Setting.INITIAL_WINDOW_SIZE: _STREAM_WINDOW_BYTES,
     ngh2.Setting.MAX_FRAME_SIZE: _FRAME_BYTES,
-    ngh2.Setting.MAX_HEADER_LIST_SIZE: 64 << 10,
+    ngh2.Setting.MAX_HEADER_LIST_SIZE: _MAX_METADATA_BYTES,
 }
 _CONFIGURATION = ngh2.Configuration(
     auto_window_update=False,  # a stream that is not read must not be refilled
     # Deadlines make honest clients reset many streams; this still bounds a rapid-reset flood.
     stream_reset_rate_limit=(20_000, 2_000),
+    max_inbound_header_list_size=1 << 20,
+    max_continuations=64,  # so many of the smallest frames
 )
 # Bytes given to the socket at once; between two of them a slow peer can make us stop.
 _WRITE_BYTES = 1 << 20
@@ -300,6 +306,11 @@ class Connection(asyncio.BufferedProtocol):
         method = self._owner.methods.get(path)
         if method is None:
             self._refuse(event, GrpcStatus.UNIMPLEMENTED, "Method not found!")
+            return
+        size = sum(map(len, headers.values()))
+        if size > _MAX_METADATA_BYTES:
+            text = f"received metadata size exceeds hard limit ({size} vs. {_MAX_METADATA_BYTES})"
+            self._refuse(event, GrpcStatus.RESOURCE_EXHAUSTED, text)
             return
         stream = Stream(self, event.stream_id, method, headers)
         self.streams[event.stream_id] = stream

@@ -194,6 +194,20 @@ async def test_a_call_without_body_is_an_error(rig: Rig) -> None:
         assert (await client.status(stream_id))[0] == 13
 
 
+async def test_too_much_metadata_is_refused_call_by_call(rig: Rig) -> None:
+    """As gRPC core does; what else is in progress on the connection goes on."""
+    waiting = asyncio.ensure_future(rig.infer(request("hold")))
+    held = await rig.core.held.get()
+    metadata = [(f"key-{number}", "x" * 10_000) for number in range(7)]
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await rig.infer(request(), metadata=metadata)
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert "received metadata size exceeds hard limit (70" in str(caught.value.details())
+    await rig.infer(request(), metadata=metadata[:6])
+    held.deliver(response_of(held), True)
+    await waiting
+
+
 async def test_another_content_type_is_http_415(rig: Rig) -> None:
     """A request that is no gRPC gets an HTTP answer."""
     async with connected(rig) as client:
