@@ -55,12 +55,13 @@ class OpenTelemetryExporter:
         self._provider = TracerProvider(resource=Resource.create(resource), shutdown_on_exit=False)
         self._provider.add_span_processor(_batch_processor(self._exporter, options))
         self._tracer = self._provider.get_tracer("npuserve")
-        # Spans are stamped with wall-clock time, the moments noted are monotonic.
-        self._wall_offset_ns = time.time_ns() - time.monotonic_ns()
+        self._wall_offset_ns = 0
         self._made = 0  # spans, without those that the client wants not recorded
 
     def export(self, trace: Trace) -> None:
         """See `trace.Exporter.export`."""
+        # Spans are stamped with wall-clock time, which may be set; the moments noted are monotonic.
+        self._wall_offset_ns = time.time_ns() - time.monotonic_ns()
         if trace.parent is None:
             self._export_root(trace)
         else:
@@ -196,13 +197,15 @@ def _batch_processor(exporter: Any, options: dict[str, str]) -> Any:
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
     # Without a value here the processor reads the OTEL_BSP_* environment variables.
-    sizes: dict[str, Any] = {
-        name: int(options[key])
-        for key, name in (
-            ("bsp_max_queue_size", "max_queue_size"),
-            ("bsp_schedule_delay", "schedule_delay_millis"),
-            ("bsp_max_export_batch_size", "max_export_batch_size"),
-        )
-        if key in options
+    names = {
+        "bsp_max_queue_size": "max_queue_size",
+        "bsp_schedule_delay": "schedule_delay_millis",
+        "bsp_max_export_batch_size": "max_export_batch_size",
     }
-    return BatchSpanProcessor(exporter, **sizes)
+    given = {key: options[key] for key in names if key in options}
+    try:
+        sizes: dict[str, Any] = {names[key]: int(text) for key, text in given.items()}
+        return BatchSpanProcessor(exporter, **sizes)
+    except ValueError as error:
+        shown = ", ".join(f"{key}={text}" for key, text in given.items())
+        raise InvalidArgumentError(f"--trace-config opentelemetry,{shown}: {error}") from error

@@ -7,7 +7,9 @@ import json
 import select
 import socket
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -388,6 +390,42 @@ def test_open_telemetry_needs_its_sdk_from_the_start(monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     with pytest.raises(InvalidArgumentError, match="pip install"):
         tracer(mode="opentelemetry")
+
+
+@pytest.mark.parametrize(
+    ("key", "text"), [("bsp_max_queue_size", "x"), ("bsp_schedule_delay", "-5")]
+)
+def test_settings_of_open_telemetry_are_numbers(key: str, text: str) -> None:
+    """Others end the start with the flag."""
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
+    with pytest.raises(InvalidArgumentError, match=f"--trace-config opentelemetry,{key}={text}: "):
+        tracer(mode="opentelemetry", opentelemetry=((key, text),))
+
+
+async def test_spans_are_stamped_by_the_clock_of_the_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which may have been set right since the server started."""
+    pytest.importorskip("opentelemetry.sdk")
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    from npuserve.server import trace_opentelemetry
+
+    memory = InMemorySpanExporter()
+    monkeypatch.setattr(trace_opentelemetry, "_otlp_exporter", lambda _: memory)
+    hour_ns = 3_600_000_000_000
+    began_ns = time.time_ns()
+    write_model(tmp_path, "m")
+    options = TraceOptions(mode="opentelemetry", level=("TIMESTAMPS",), rate=1)
+    async with serve(tmp_path, trace_config=options) as server:
+        later = SimpleNamespace(
+            time_ns=lambda: time.time_ns() + hour_ns, monotonic_ns=time.monotonic_ns
+        )
+        monkeypatch.setattr(trace_opentelemetry, "time", later)
+        await infer(server, "m")
+    root = memory.get_finished_spans()[-1]
+    assert root.start_time is not None
+    assert root.start_time >= began_ns + hour_ns
 
 
 async def test_open_telemetry_spans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
