@@ -6,8 +6,10 @@ Source: Triton core src/model_config_utils.cc (ValidateModelConfig and its helpe
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
+import re
 from typing import TYPE_CHECKING
 
 from npuserve._proto import model_config_pb2 as pb
@@ -27,6 +29,9 @@ _Tensor = pb.ModelInput | pb.ModelOutput
 
 # Any other backend, python for one, may be given with whatever platform.
 _PLATFORM_BOUND_BACKENDS = frozenset(PLATFORM_BACKENDS.values())
+
+# What may stand behind the underscore that makes a label of a metric tag.
+_LABEL = re.compile(r"([a-zA-Z0-9][a-zA-Z0-9_]*)?")
 
 _KINDS_WITHOUT_CARDS = (pb.ModelInstanceGroup.KIND_CPU, pb.ModelInstanceGroup.KIND_MODEL)
 
@@ -65,6 +70,7 @@ def _problems(config: ModelConfig, model_dir: str, completed: bool) -> Iterator[
     yield from _check_instance_groups(config)
     yield from under("response_cache", _check_response_cache(config))
     yield from under("model_metrics", _check_metrics(config))
+    yield from _check_metric_tags(config)
     yield from _check_labels(config, model_dir)
     if completed or config.platform == ENSEMBLE:
         for index, tensor in enumerate(config.input):
@@ -259,3 +265,25 @@ def _check_metrics(config: ModelConfig) -> Iterator[str]:
             yield "metric control must specify 'histogram_options'"
         elif not control.histogram_options.buckets:
             yield "histogram options must specify non-empty 'buckets'"
+        # Differs from Triton: it wants no more than that there are some.
+        elif not _is_increasing(control.histogram_options.buckets):
+            yield "histogram options must specify strictly increasing 'buckets'"
+
+
+def _is_increasing(numbers: Sequence[float]) -> bool:
+    pairs = itertools.pairwise(numbers)
+    return all(low < high for low, high in pairs) and not math.isnan(numbers[0])
+
+
+def _check_metric_tags(config: ModelConfig) -> Iterator[Problem]:
+    """Names that make labels: the metrics of all models would be unreadable.
+
+    # Differs from Triton: it crashes.
+    """
+    for name in config.metric_tags:
+        if not _LABEL.fullmatch(name):
+            yield Problem(
+                f'metric_tags["{name}"]',
+                f"metric tag '{name}' of model {config.name} makes no label: write letters, digits "
+                "and underscores, which are not the first",
+            )

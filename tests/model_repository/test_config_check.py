@@ -73,6 +73,22 @@ def test_sound_configurations_pass(text: str) -> None:
             "metric identifier must specify non-empty 'family'; metric control must specify "
             "'histogram_options'",
         ),
+        *(
+            (
+                PLAIN + "model_metrics { metric_control { metric_identifier { family: 'f' } "
+                f"histogram_options {{ buckets: [ {buckets} ] }} }} }}",
+                "histogram options must specify strictly increasing 'buckets'",
+            )
+            for buckets in ("5, 1", "1, 1", "nan", "1, nan")
+        ),
+        *(
+            (
+                PLAIN + f"metric_tags {{ key: '{name}' value: 'v' }}",
+                f"metric tag '{name}' of model m makes no label: write letters, digits and "
+                "underscores, which are not the first",
+            )
+            for name in ("my-tag", "_x", "ü")
+        ),
         (
             PLAIN + "instance_group { passive: true } instance_group { count: 2 passive: true }",
             "all instance groups of model m are passive, so that no instance would ever be given a "
