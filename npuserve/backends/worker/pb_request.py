@@ -262,10 +262,16 @@ class InferenceRequest:
         return _only_response(self._port.wait(mailbox))
 
     async def async_exec(self, decoupled: bool = False) -> InferenceResponse | ResponseIterator:
-        """Like `exec`, without blocking the event loop of the caller."""
+        """Like `exec`, without blocking the event loop of the caller.
+
+        With `decoupled` the first response is waited for too: models read the iterator with a
+        plain `for`, which would keep the loop from all else until then.
+        """
         mailbox = self._start(decoupled)
         if decoupled:
-            return ResponseIterator(self._port, mailbox)
+            responses = ResponseIterator(self._port, mailbox)
+            await responses._wait_for_first()
+            return responses
         return _only_response(await self._port.wait_async(mailbox))
 
     def _start(self, decoupled: bool) -> Mailbox:
@@ -286,12 +292,16 @@ class ResponseIterator:
     The last one is empty if the other model ended without data.
     """
 
-    __slots__ = ("_ended", "_mailbox", "_port")
+    __slots__ = ("_ended", "_first", "_mailbox", "_port")
 
     def __init__(self, port: Port, mailbox: Mailbox) -> None:
         self._port = port
         self._mailbox = mailbox
+        self._first: tuple[InferenceResponse | None, bool] | None = None  # waited for already
         self._ended = False
+
+    async def _wait_for_first(self) -> None:
+        self._first = await self._port.wait_async(self._mailbox)
 
     def __iter__(self) -> Iterator[InferenceResponse]:
         return self
@@ -299,7 +309,7 @@ class ResponseIterator:
     def __next__(self) -> InferenceResponse:
         if self._ended:
             raise StopIteration
-        return self._take(self._port.wait(self._mailbox))
+        return self._take(self._first or self._port.wait(self._mailbox))
 
     def __aiter__(self) -> AsyncIterator[InferenceResponse]:
         return self
@@ -307,9 +317,10 @@ class ResponseIterator:
     async def __anext__(self) -> InferenceResponse:
         if self._ended:
             raise StopAsyncIteration
-        return self._take(await self._port.wait_async(self._mailbox))
+        return self._take(self._first or await self._port.wait_async(self._mailbox))
 
     def _take(self, answer: tuple[InferenceResponse | None, bool]) -> InferenceResponse:
+        self._first = None
         self._ended = answer[1]
         return _only_response(answer)
 

@@ -112,6 +112,8 @@ class TritonPythonModel:
 ASYNC = (
     CALLER
     + """
+import asyncio
+
 class TritonPythonModel:
     async def execute(self, requests):
         out = []
@@ -128,8 +130,27 @@ class TritonPythonModel:
 
     async def stream(self, r, target):
         return [outcome(a) async for a in await make(r, target).async_exec(decoupled=True)]
+
+    async def plain_for(self, r, target):
+        return [outcome(a) for a in await make(r, target).async_exec(decoupled=True)]
+
+    async def two_streams(self, r, target):
+        return await asyncio.gather(self.plain_for(r, target), self.plain_for(r, target))
 """
 )
+
+# Answers its requests two by two.
+PAIRS = """
+class TritonPythonModel:
+    def initialize(self, args):
+        self.waiting = []
+
+    def execute(self, requests):
+        self.waiting += [r.get_response_sender() for r in requests]
+        if len(self.waiting) == 2:
+            while self.waiting:
+                self.waiting.pop().send(response(np.ones(1, np.float32)), flags=1)
+"""
 
 TRACED = (
     CALLER
@@ -192,6 +213,16 @@ async def test_calls(repository: Path, execution: str) -> None:
         )
         refused = await _ask(models, "sync", "call:repeat")
         assert "Please use 'decoupled=True' argument" in str(refused)
+
+
+async def test_async_exec_waits_for_the_first_of_many_responses(
+    repository: Path, execution: str
+) -> None:
+    """A plain `for` over the responses keeps no other task of the model from its own request."""
+    write_model(repository, "pairs", PAIRS, DECOUPLED)
+    async with served(repository, execution) as models:
+        assert await _ask(models, "async", "plain_for:repeat") == [[[1]], [[2]], []]
+        assert await _ask(models, "async", "two_streams:pairs") == [[[[1]]]] * 2
 
 
 async def test_large_tensors_cross_both_ways(repository: Path, execution: str) -> None:
