@@ -6,6 +6,7 @@ format, no queue and no thread but its instance's.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from typing import TYPE_CHECKING
@@ -15,6 +16,8 @@ from npuserve.errors import (
     InvalidArgumentError,
     NpuserveError,
     RequestCancelledError,
+    StatusCode,
+    WorkerDiedError,
 )
 from npuserve.response import InferenceResponse
 from npuserve.server.statistics import FailureReason
@@ -25,6 +28,8 @@ if TYPE_CHECKING:
     from npuserve.request import InferenceRequest
     from npuserve.server.instance import Instance, ThreadInstance
     from npuserve.server.statistics import ModelStatistics
+
+logger = logging.getLogger(__name__)
 
 _now_ns = time.monotonic_ns
 
@@ -153,6 +158,14 @@ class Batch:
         if self._is_done:
             return
         now = _now_ns()
+        # Nobody else may hear of it: the model may have ended all requests before it failed. The
+        # death of a worker is in the log already.
+        if (
+            error is not None
+            and error.code is StatusCode.INTERNAL
+            and not isinstance(error, WorkerDiedError)
+        ):
+            logger.error("execution by '%s' failed: %s", self.instance.name, error)
         if len(self._finished) < len(self.requests):
             self._end_unanswered(error)
         self._times = self._compute_ns(now)

@@ -307,6 +307,24 @@ async def test_decoupled_misuse_ends_the_stream(
         assert (await served.infer(id="plain")).values == [[1.0]]
 
 
+async def test_failure_after_the_last_response_is_in_the_log(
+    tmp_path: Path, execution: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No client hears of it."""
+    code = """
+class TritonPythonModel:
+    def execute(self, requests):
+        for r in requests:
+            r.get_response_sender().send(response(np.ones(1, np.float32)), flags=1)
+        raise ValueError("too late")
+"""
+    async with served_model(tmp_path, code, DECOUPLED, execution) as models:
+        assert (await models.infer()).value == [1]
+    (record,) = [r for r in caplog.records if "too late" in r.getMessage()]
+    assert record.levelname == "ERROR"
+    assert "model.py" in record.getMessage()
+
+
 async def test_sender_sees_that_the_client_went(tmp_path: Path, execution: str) -> None:
     """is_cancelled of a sender turns true while the model streams."""
     async with served_model(tmp_path, REPEAT, DECOUPLED, execution) as served:
