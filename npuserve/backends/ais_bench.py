@@ -23,13 +23,13 @@ from npuserve.backends.acl.codes import DATATYPE_BY_ACL, DYNAMIC_TENSOR_NAME
 from npuserve.backends.base import BackendModelContext, ExecutionBatch, ModelInstance
 from npuserve.backends.batch_input import BatchTensors
 from npuserve.backends.model_signature import (
-    DEFAULT_MAX_BATCH_SIZE,
     ModelSignature,
     ModelTensor,
     complete_config,
+    default_max_batch_size,
     scheduler_output_names,
 )
-from npuserve.backends.npu_batch import Group, OutputWriter, group_requests
+from npuserve.backends.npu_batch import Group, OutputWriter, group_requests, sizes_of
 from npuserve.errors import (
     InternalError,
     InvalidArgumentError,
@@ -101,7 +101,8 @@ def complete_from_session(context: BackendModelContext, path: Path, device_id: i
     session = open_session(path, device_id)
     try:
         signature = _signature(session, context.config.max_batch_size > 0)
-        complete_config(context.config, signature, DEFAULT_MAX_BATCH_SIZE)
+        default = default_max_batch_size(context.backend_options)
+        complete_config(context.config, signature, default)
     finally:
         close_session(session)
 
@@ -224,7 +225,7 @@ def _pad(array: NDArray[Any], rows: int) -> NDArray[Any]:
 
 def _gears(text: str) -> list[int]:
     try:
-        return sorted(int(part) for part in text.split(",") if part.strip())
+        return sizes_of(text) if text.strip() else []
     except ValueError as error:
         raise InvalidConfigError.of_parameter(
             "gears", f"parameter 'gears' is '{text}'; batch sizes are expected"
@@ -233,7 +234,8 @@ def _gears(text: str) -> list[int]:
 
 def _custom_sizes(text: str) -> int | list[int]:
     try:
-        sizes = [int(part) for part in text.split(",")]
+        sizes_of(text)
+        sizes = [int(part) for part in text.split(",")]  # one for each output, in their order
     except ValueError as error:
         raise InvalidConfigError.of_parameter(
             "custom_sizes", f"parameter 'custom_sizes' is '{text}'; numbers of bytes are expected"

@@ -30,7 +30,8 @@ from npuserve.backends.acl.library import AclLibrary, load_library
 from npuserve.backends.acl.runner import RunnerOptions
 from npuserve.backends.atc import compile_onnx, default_cache_dir, find_atc
 from npuserve.backends.base import Backend, BackendModelContext
-from npuserve.backends.model_signature import DEFAULT_MAX_BATCH_SIZE, complete_config
+from npuserve.backends.model_signature import complete_config, default_max_batch_size
+from npuserve.backends.npu_batch import sizes_of
 from npuserve.backends.npu_instance import NpuInstance
 from npuserve.backends.npu_signature import (
     batch_tensor_settings,
@@ -89,7 +90,7 @@ class GeBackend(Backend):
         if is_complete(context.config):
             complete_scheduler(context.config)
             return
-        default = context.backend_options.get("default-max-batch-size")
+        default = default_max_batch_size(context.backend_options)
         parameters = merged_parameters(context)
         if _INSERT_OP_CONF in parameters:
             raise InvalidConfigError.of_parameter(
@@ -98,12 +99,8 @@ class GeBackend(Backend):
                 "clients send what AIPP takes, not what the ONNX file does",
             )
         if parameters.get("static_model") == "1":
-            default = "0"
-        complete_config(
-            context.config,
-            read_signature(path),
-            DEFAULT_MAX_BATCH_SIZE if default is None else int(default),
-        )
+            default = 0
+        complete_config(context.config, read_signature(path), default)
 
     def load(self, context: BackendModelContext) -> Sequence[ModelInstance]:
         """See `Backend.load`. Compiles, unless that was done before."""
@@ -266,7 +263,7 @@ def batch_gears(config: ModelConfig, asked: str | None) -> list[int]:
     """
     if asked is not None:
         try:
-            return sorted({int(size) for size in asked.split(",")})
+            return sizes_of(asked)
         except ValueError as error:
             raise InvalidConfigError.of_parameter(
                 "dynamic_batch_size",
@@ -287,7 +284,7 @@ def assign_devices(
         InvalidConfigError: a parameter is no (list of) number(s).
     """
     asked = parameters.get("device_ids", "")
-    cards = [int(card) for card in asked.split(",") if card.strip().isdigit()]
+    cards = [int(card) for card in asked.split(",") if card.strip().isdecimal()]
     if asked and len(cards) != len(asked.split(",")):
         raise InvalidConfigError.of_parameter(
             "device_ids", f"parameter 'device_ids' is '{asked}'; write card numbers, such as 0,1"

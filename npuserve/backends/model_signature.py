@@ -17,11 +17,30 @@ from npuserve.errors import InvalidConfigError
 from npuserve.model_config import datatype_enum
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from npuserve.model_config import ModelConfig
 
 DEFAULT_MAX_BATCH_SIZE = 4  # Triton's, where --backend-config=default-max-batch-size is not given
+
+
+_DEFAULT_SETTING = "default-max-batch-size"
+
+
+def default_max_batch_size(options: Mapping[str, str]) -> int:
+    """The max_batch_size of models whose configuration gives none, by the backend's options.
+
+    Raises:
+        InvalidConfigError: it is no number.
+    """
+    text = options.get(_DEFAULT_SETTING)
+    if text is None:
+        return DEFAULT_MAX_BATCH_SIZE
+    if not text.isdecimal():
+        raise InvalidConfigError.of_parameter(
+            _DEFAULT_SETTING, f"'{_DEFAULT_SETTING}' is '{text}'; a number is expected"
+        )
+    return int(text)
 
 
 @dataclass(frozen=True)

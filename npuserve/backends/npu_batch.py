@@ -170,6 +170,18 @@ def _elements(tensor: Tensor, item: int) -> NDArray[np.uint8]:
         ) from error
 
 
+def sizes_of(text: str) -> list[int]:
+    """Numbers above 0 from a list such as "1,2,4", each once, ascending.
+
+    Raises:
+        ValueError: something else is written.
+    """
+    sizes = sorted({int(part) for part in text.split(",")})
+    if sizes[0] < 1:
+        raise ValueError(f"{sizes[0]} is no size")
+    return sizes
+
+
 class OutputWriter:
     """Turns what came back from the device into responses with memory of their own.
 

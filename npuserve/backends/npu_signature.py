@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from npuserve.backends.acl.model import ModelKind
-from npuserve.backends.model_signature import DEFAULT_MAX_BATCH_SIZE, ModelSignature, ModelTensor
+from npuserve.backends.model_signature import ModelSignature, ModelTensor
 from npuserve.errors import InvalidArgumentError
 from npuserve.model_config import datatype_name
 
@@ -44,11 +44,11 @@ def signature_of(runner: ModelRunner, config: ModelConfig) -> ModelSignature:
     )
 
 
-def default_batch(runner: ModelRunner, options_default: int | None) -> int:
+def default_batch(runner: ModelRunner, default: int) -> int:
     """max_batch_size of a model whose configuration gives none."""
     if runner.description.kind is ModelKind.BATCH_GEARS:
         return max(gear.key[0] for gear in runner.description.gears)
-    return DEFAULT_MAX_BATCH_SIZE if options_default is None else options_default
+    return default
 
 
 def output_names(outputs: Sequence[TensorSpec], config: ModelConfig) -> list[str]:

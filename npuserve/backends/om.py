@@ -19,7 +19,7 @@ from npuserve.backends.acl.library import load_library
 from npuserve.backends.acl.runner import ModelRunner, RunnerOptions
 from npuserve.backends.ais_bench import AisBenchInstance, complete_from_session
 from npuserve.backends.base import Backend, BackendModelContext
-from npuserve.backends.model_signature import complete_config
+from npuserve.backends.model_signature import complete_config, default_max_batch_size
 from npuserve.backends.npu_instance import NpuInstance
 from npuserve.backends.npu_signature import (
     complete_scheduler,
@@ -117,13 +117,13 @@ def complete_from_file(context: BackendModelContext, path: Path, device_id: int)
 
     The model is loaded for it, as the dims of gears are known to the loaded model only.
     """
-    default = context.backend_options.get("default-max-batch-size")
+    default = default_max_batch_size(context.backend_options)
     options = RunnerOptions(device_id, depth=1, aipp=aipp_parameters(context.parameters))
     with ModelRunner(load_library(), path, options) as runner:
         complete_config(
             context.config,
             signature_of(runner, context.config),
-            default_batch(runner, None if default is None else int(default)),
+            default_batch(runner, default),
         )
 
 
@@ -136,7 +136,7 @@ def positive_number(parameters: Mapping[str, str], name: str, default: int) -> i
     text = parameters.get(name)
     if text is None:
         return default
-    if not text.isdigit() or int(text) < 1:
+    if not text.isdecimal() or int(text) < 1:
         raise InvalidConfigError.of_parameter(
             name, f"parameter '{name}' is '{text}'; a number above 0 is expected"
         )
@@ -153,7 +153,7 @@ def parse_cores(text: str) -> tuple[int, int]:
         return 0, 0
     cube, bar, vector = text.partition("|")
     sides = [side.strip() for side in (cube, vector)]
-    if not all(side == "" or side.isdigit() for side in sides) or not (bar or cube.strip()):
+    if not all(side == "" or side.isdecimal() for side in sides) or not (bar or cube.strip()):
         raise InvalidConfigError.of_parameter(
             "aicore_num", f"'{text}' is no core limit; write cube|vector, such as 12|24"
         )

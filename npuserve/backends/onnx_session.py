@@ -211,8 +211,9 @@ def _set_graph_level(ort: Any, options: Any, context: BackendModelContext) -> No
 
 def _set_threads(ort: Any, options: Any, context: BackendModelContext) -> None:
     if context.backend_options.get("enable-global-threadpool") in ("1", "true"):
-        intra = int(context.backend_options.get("intra_op_thread_count", "0"))
-        inter = int(context.backend_options.get("inter_op_thread_count", "0"))
+        options_given = context.backend_options
+        intra = _whole(context, "intra_op_thread_count", options_given.get("intra_op_thread_count"))
+        inter = _whole(context, "inter_op_thread_count", options_given.get("inter_op_thread_count"))
         ort.set_global_thread_pool_sizes(intra, inter)
         options.use_per_session_threads = False
         return
@@ -324,7 +325,10 @@ def _tensor_spec(argument: Any, model: str) -> ModelTensor:
 
 
 def _number(context: BackendModelContext, name: str, default: int) -> int:
-    text = _parameter(context, name)
+    return _whole(context, name, _parameter(context, name), default)
+
+
+def _whole(context: BackendModelContext, name: str, text: str | None, default: int = 0) -> int:
     if text is None:
         return default
     try:

@@ -16,10 +16,10 @@ from npuserve.backends.base import Backend, BackendModelContext, ExecutionBatch,
 from npuserve.backends.batch_arrays import InputGatherer, cut_rows, split_by_inputs
 from npuserve.backends.batch_input import BatchTensors, join_ragged
 from npuserve.backends.model_signature import (
-    DEFAULT_MAX_BATCH_SIZE,
     ModelTensor,
     check_config,
     complete_config,
+    default_max_batch_size,
     scheduler_output_names,
 )
 from npuserve.errors import InvalidArgumentError, NpuserveError
@@ -177,8 +177,8 @@ class OnnxruntimeBackend(Backend):
             NpuserveError: the file cannot be read, or the configuration contradicts it.
         """
         signature = onnx_session.read_signature(context)
-        text = context.backend_options.get("default-max-batch-size", str(DEFAULT_MAX_BATCH_SIZE))
-        complete_config(context.config, signature, int(text))
+        default = default_max_batch_size(context.backend_options)
+        complete_config(context.config, signature, default)
 
     def load(self, context: BackendModelContext) -> Sequence[ModelInstance]:
         """See `Backend.load`.

@@ -25,8 +25,8 @@ from npuserve.backends.base import Backend, BackendModelContext, ExecutionBatch,
 from npuserve.backends.batch_arrays import cut_rows, split_by_inputs
 from npuserve.backends.batch_input import BatchTensors, join_ragged
 from npuserve.backends.model_signature import (
-    DEFAULT_MAX_BATCH_SIZE,
     complete_config,
+    default_max_batch_size,
     scheduler_input_names,
     scheduler_output_names,
 )
@@ -73,12 +73,8 @@ class PytorchBackend(Backend):
         """See `Backend.auto_complete`. TorchScript files tell no shapes: nothing is filled."""
         path = model_path(context)
         if is_exported(path) and not (context.config.input and context.config.output):
-            default = context.backend_options.get("default-max-batch-size")
-            complete_config(
-                context.config,
-                exported_signature(path),
-                DEFAULT_MAX_BATCH_SIZE if default is None else int(default),
-            )
+            default = default_max_batch_size(context.backend_options)
+            complete_config(context.config, exported_signature(path), default)
 
     def load(self, context: BackendModelContext) -> Sequence[ModelInstance]:
         """See `Backend.load`."""

@@ -284,7 +284,7 @@ def configure_threads(parameters: Mapping[str, str]) -> None:
     names = ("INTRA_OP_THREAD_COUNT", "INTER_OP_THREAD_COUNT")
     intra, inter = (parameters.get(name, "") for name in names)
     for name, text in zip(names, (intra, inter), strict=True):
-        if text and not (text.isdigit() and int(text) > 0):
+        if text and not (text.isdecimal() and int(text) > 0):
             raise InvalidConfigError.of_parameter(name, f"'{text}' is no thread count")
     if intra:
         torch.set_num_threads(int(intra))

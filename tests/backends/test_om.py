@@ -565,6 +565,37 @@ async def test_string_tensors_cannot_be_served(tmp_path: Path, machine: Runtime)
     assert "data type 5" in str(error)
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "engine"),
+    [
+        ("pipeline_depth", "²", "acl"), ("aicore_num", "²|1", "acl"),
+        ("gears", "0,2", "ais_bench"), ("gears", "1,x", "ais_bench"),
+        ("custom_sizes", "-1", "ais_bench"),
+    ],
+)  # fmt: skip
+async def test_parameters_that_are_no_numbers_are_named(
+    tmp_path: Path, machine: Runtime, name: str, text: str, engine: str
+) -> None:
+    """At the load, and not as a fault of ours."""
+    settings = parameters(**{name: text, "engine": engine})
+    error = await load_error(batch_om(tmp_path), "max_batch_size: 4 " + settings)
+    assert isinstance(error, InvalidArgumentError)
+    assert text in str(error)
+
+
+@pytest.mark.parametrize("engine", ["acl", "ais_bench"])
+async def test_the_default_batch_size_is_a_number(
+    tmp_path: Path, machine: Runtime, engine: str
+) -> None:
+    """The option of the command line is named."""
+    error = await load_error(
+        batch_om(tmp_path), parameters(engine=engine),
+        backend_options={"default-max-batch-size": "x"},
+    )  # fmt: skip
+    assert isinstance(error, InvalidArgumentError)
+    assert "'default-max-batch-size' is 'x'" in str(error)
+
+
 def test_core_limits_are_cube_and_vector() -> None:
     """Either side may be left out."""
     assert parse_cores("12|24") == (12, 24)

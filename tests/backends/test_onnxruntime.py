@@ -333,6 +333,22 @@ class TestParameters:
         with pytest.raises(InvalidArgumentError, match="intra_op_thread_count .*'many'"):
             await BackendDriver(OnnxruntimeBackend(), model_config, tmp_path).__aenter__()
 
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {"default-max-batch-size": "many"},
+            {"enable-global-threadpool": "1", "intra_op_thread_count": "many"},
+        ],
+    )
+    async def test_numbers_of_the_command_line_are_checked(
+        self, tmp_path: Path, options: dict[str, str]
+    ) -> None:
+        """The same of `--backend-config`."""
+        onnx_models.identity(tmp_path)
+        name = list(options)[-1]
+        with pytest.raises(InvalidArgumentError, match=f"{name}.*'many'"):
+            await serve(tmp_path, backend_options=options).__aenter__()
+
     @pytest.mark.parametrize("level", [-1, 1, 2])
     async def test_graph_optimisation_level(self, tmp_path: Path, level: int) -> None:
         """`optimization { graph { level } }` is accepted with each of Triton's values."""
