@@ -92,6 +92,7 @@ def _parse_level(key: str, value: SettingValue) -> tuple[str, ...]:
 
 def _parse_unsigned(key: str, value: SettingValue) -> int:
     number, text = _parse_integer(key, value)
+    # Differs from Triton: it refuses what its int does not hold, with this very text.
     if not 0 <= number <= _MAX_UINT32:
         raise InvalidArgumentError(
             f"Unable to parse '{key}', value is out of range [ 0, {_MAX_UINT32} ], got: {text}"

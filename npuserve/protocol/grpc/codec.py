@@ -88,6 +88,8 @@ def parse_infer_request(data: Buffer) -> tuple[pb.ModelInferRequest, Sequence[Bu
         rest, raw = split_raw_contents(memoryview(data))
         return pb.ModelInferRequest.FromString(rest), raw
     except DecodeError as error:
+        # Differs from Triton: it is the client's fault, not INTERNAL; a stream, which Triton ends
+        # without a word, is told.
         raise InvalidArgumentError(f"failed to parse ModelInferRequest: {error}") from error
 
 

@@ -278,6 +278,7 @@ class Servicer:
             try:
                 request = request_class.FromString(data)  # type: ignore[arg-type]
             except DecodeError as error:
+                # Differs from Triton: it is the client's fault, not INTERNAL.
                 name = request_class.DESCRIPTOR.name
                 raise InvalidArgumentError(f"failed to parse {name}: {error}") from error
             result = handler(request)

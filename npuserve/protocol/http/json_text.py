@@ -57,7 +57,8 @@ def _parse_leniently(text: Buffer) -> Any:
         reason = "The surrogate pair in string is invalid."
     except ValueError as error:  # no UTF-8, or a number out of range
         reason = str(error)
-    # Differs from Triton: malformed JSON is the client's fault, 400 instead of 500.
+    # Differs from Triton: malformed JSON is the client's fault, 400 instead of 500; so is a text
+    # that is no UTF-8 or goes on after a zero byte, which Triton takes.
     raise InvalidArgumentError(f"failed to parse the request JSON buffer: {reason}")
 
 
