@@ -14,7 +14,15 @@ from typing import Any
 import pytest
 
 from npuserve.testing.serve import serve
-from tests.backends.worker.models import CONFIG, DECOUPLED, STREAM, Models, served, write_model
+from tests.backends.worker.models import (
+    CONFIG,
+    DECOUPLED,
+    STREAM,
+    Models,
+    served,
+    served_model,
+    write_model,
+)
 
 pytestmark = [
     pytest.mark.parametrize("execution", ["process", "thread"]),
@@ -451,6 +459,31 @@ async def test_a_fork_that_leaves_the_configuration(tmp_path: Path, execution: s
     write_model(tmp_path, "m", LEAVES_CONFIGURATION, CONFIG.replace("max_batch_size: 0\n", ""))
     async with served(tmp_path, execution) as models:
         assert models.server.model("m").config.max_batch_size == 3
+
+
+LEAVES_IS_READY = """
+class TritonPythonModel:
+    def is_ready(self):
+        pid = os.fork()
+        if not pid:
+            LEAVE
+        return os.waitpid(pid, 0)[1] == 0
+
+    async def execute(self, requests):
+        return [response(tensor(r).as_numpy()) for r in requests]
+"""
+
+
+@pytest.mark.parametrize("leave", ["return False", "raise ValueError"])
+@pytest.mark.parametrize("kind", ["def", "async def"])
+async def test_a_fork_that_leaves_is_ready(
+    tmp_path: Path, execution: str, kind: str, leave: str
+) -> None:
+    """It ends quietly beside coroutines, whatever it would answer; its parent's answer counts."""
+    code = LEAVES_IS_READY.replace("def is_ready", f"{kind} is_ready").replace("LEAVE", leave)
+    async with served_model(tmp_path, code, execution=execution) as models:
+        assert await models.server.model_ready("m")
+        assert (await models.infer()).value == [1.0]
 
 
 def test_sockets_of_the_server(tmp_path: Path, execution: str) -> None:

@@ -146,6 +146,8 @@ class Worker(ChannelPort):
             answer: Any = (await host.is_ready_async(), None)
         except ModelFailedError as error:
             answer = (False, (_INTERNAL, str(error)))
+        if self.forked:
+            leave()
         self._channel.send(wire.READINESS, answer)
 
     # -- batches ------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from npuserve.backends.worker import pb_utils, wire
+from npuserve.backends.worker.forks import leave
 from npuserve.backends.worker.pb_config import ModelConfig
 from npuserve.backends.worker.pb_request import (
     TRITONSERVER_REQUEST_RELEASE_RESCHEDULE,
@@ -86,6 +87,7 @@ class ModelHost:
         self.is_async = False
         self.has_readiness = False
         self.serving = False
+        self._port = port
         self._importer = importer
         self._module: ModuleType | None = None
         self._model: Any = None
@@ -200,10 +202,18 @@ class ModelHost:
                 answer = await self._model.is_ready()
             else:  # it may block
                 loop = asyncio.get_running_loop()
-                answer = await loop.run_in_executor(None, self._model.is_ready)
+                answer = await loop.run_in_executor(None, self._is_ready)
         except BaseException as error:
             raise ModelFailedError(describe(error)) from None
         return _boolean(answer)
+
+    def _is_ready(self) -> Any:
+        """Body of a thread, which a process that the model forks in it would not come out of."""
+        try:
+            return self._model.is_ready()
+        finally:
+            if self._port.forked:
+                leave()
 
     # -- requests -----------------------------------------------------------------------------
 

@@ -119,6 +119,8 @@ class LocalModel:
             return await self.host.is_ready_async()
         except ModelFailedError as error:
             raise InternalError(str(error)) from None
+        finally:
+            self.leave_if_forked()
 
     def number(self, batch: ExecutionBatch) -> int:
         """Number a batch, and tell the calls it is executed for."""
