@@ -3,8 +3,9 @@
 A call between models is refused only if it can never be answered, so it has to be known that those
 who wait for it do nothing else. The port notes who waits for a response; from there this follows
 what waits for those: a thread that is joined, `Future.result`, an event loop with nothing to do, a
-task that awaits another one, asyncio.gather, wait, to_thread and task groups, a forked process that
-is joined, pools of such. Whatever is not recognised counts as going on.
+task that awaits another one, asyncio.gather, wait, as_completed, shield, to_thread, task groups and
+locks, a forked process that is joined, pools of threads and of processes. Whatever is not
+recognised counts as going on.
 
 Runs in every interpreter a worker may have: standard library only.
 """
@@ -15,6 +16,8 @@ import asyncio
 import concurrent.futures
 import concurrent.futures.thread
 import contextlib
+import gc
+import inspect
 import os
 import selectors
 import sys
@@ -35,9 +38,15 @@ _JOIN = threading.Thread.join.__code__
 _RESULT = concurrent.futures.Future.result.__code__
 _RUN_LOOP = asyncio.BaseEventLoop.run_until_complete.__code__
 _WORK = concurrent.futures.thread._WorkItem.run.__code__
-_NO_WORK = concurrent.futures.thread._worker.__code__
+_POOLED = concurrent.futures.thread._worker.__code__
+_POOLED_THREADS: Any = concurrent.futures.thread._threads_queues
+_FUTURES = (concurrent.futures.wait.__code__, concurrent.futures.as_completed.__code__)
 _WAIT = asyncio.tasks._wait.__code__  # type: ignore[attr-defined]
+_GET = asyncio.Queue.get.__code__
+_ACQUIRE = (asyncio.Lock.acquire.__code__, asyncio.Semaphore.acquire.__code__)
 _TaskGroup: Any = getattr(asyncio, "TaskGroup", ())  # since Python 3.11
+
+_DONE = (concurrent.futures._base.CANCELLED_AND_NOTIFIED, concurrent.futures._base.FINISHED)
 
 # The innermost frames of a thread that waits in one of these ways.
 _PLUMBING = frozenset(
@@ -148,18 +157,23 @@ class View:
         """What a thread waits for; None if it goes on."""
         if ident in self._threads:
             return frozenset([self._threads[ident]])
+        return self._once(ident, self._by_frames)
+
+    def _by_frames(self, ident: int | None) -> Waits | None:
         frame = self._frames.get(ident or 0)
         if ident == self._idle:  # what is above the loop is this look
             while frame is not None and frame.f_code.co_filename not in _PLUMBING:
                 frame = frame.f_back
-        if self._processes and (waits := self._by_processes(frame)):
+        if waits := self._by_pool(frame):
             return waits
         while frame is not None and frame.f_code.co_filename in _PLUMBING:
             code = frame.f_code
             if code is _JOIN and frame.f_locals["timeout"] is None:
-                return self._once(frame.f_locals["self"], self._joined)
+                return self.thread(frame.f_locals["self"].ident)
             if code is _RESULT and frame.f_locals["timeout"] is None:
-                return self._once(frame.f_locals["self"], self._worked_on)
+                return self._worked_on(frame.f_locals["self"])
+            if code in _FUTURES and frame.f_locals["timeout"] is None:
+                return self._finished(frame.f_locals)
             if code is _RUN_LOOP:
                 loop = frame.f_locals["self"]
                 self._loops.add(loop)
@@ -176,11 +190,20 @@ class View:
         selects = frame is not None and frame.f_code.co_filename == selectors.__file__
         return selects or ident == self._idle
 
-    def _joined(self, thread: threading.Thread) -> Waits | None:
-        return self.thread(thread.ident)
+    def _finished(self, values: Mapping[str, Any]) -> Waits | None:
+        """What a thread waits for in concurrent.futures.wait or as_completed."""
+        futures, waiter = values.get("not_done") or values.get("pending"), values.get("waiter")
+        if not futures or waiter is None or waiter.event.is_set():
+            return None
+        waits = [self._worked_on(future) or self._queued(future) for future in futures]
+        if values.get("return_when") == concurrent.futures.ALL_COMPLETED:
+            waits = [each for each in waits if each]  # it needs each of them, whatever others do
+        return _together(waits)
 
     def _worked_on(self, future: Any) -> Waits | None:
         """What the thread of a pool waits for that works on a concurrent future."""
+        if future._state in _DONE:  # it may still be in a callback
+            return None
         for ident, frame in self._frames.items():
             for each in _stack(frame):
                 if each.f_code is _WORK:
@@ -193,23 +216,43 @@ class View:
                         return self.thread(ident)
         return None
 
-    # -- forked processes ---------------------------------------------------------------------
+    def _queued(self, future: Any) -> Waits | None:
+        """What the threads of a pool wait for that has a concurrent future in its queue."""
+        threads = [(thread(), queue) for thread, queue in list(_POOLED_THREADS.data.items())]
+        for thread, queue in threads:
+            if any(getattr(item, "future", None) is future for item in _items(queue)):
+                reference = getattr(thread, "_args", (None,))[0]  # unless the thread has ended
+                pool = reference and reference()
+                fellows = [each for each, its_queue in threads if its_queue is queue]
+                if pool is None or len(fellows) < pool._max_workers:  # one more may come
+                    return None
+                return _together(self.thread(each and each.ident) for each in fellows)
+        return None
 
-    def _by_processes(self, frame: FrameType | None) -> Waits | None:
-        """What a thread waits for that waits for forked processes without a time-out."""
+    # -- pools and forked processes -----------------------------------------------------------
+
+    def _by_pool(self, frame: FrameType | None) -> Waits | None:
+        """What a thread waits for that waits for forked processes, or for a pool, without limit."""
         while frame is not None:
-            file, values = frame.f_code.co_filename, frame.f_locals
+            file = frame.f_code.co_filename
             known = file in _PLUMBING or file == _EXECUTOR or file.startswith(_MULTIPROCESSING)
-            if not known or values.get("timeout") is not None:
+            if not known or (values := frame.f_locals).get("timeout") is not None:
                 return None
-            found = _FOR_PROCESSES.get((file[len(_LIBRARY) :], frame.f_code.co_name))
+            found = _FOR_WORKERS.get((file[len(_LIBRARY) :], frame.f_code.co_name))
             if found is not None:
-                processes, tasks = found(values["self"])
-                waits = [self._processes[p] for p in processes if p in self._processes]
-                # Each of them is in one task: either no process is left, or no task.
-                return frozenset(waits) if len(waits) in (len(processes), tasks) else None
+                workers, tasks = found(values["self"])
+                waits = [each for each in map(self._worker, workers) if each]
+                # Each of them is in one task: either no worker is left, or no task.
+                return _together(waits) if len(waits) in (len(workers), tasks) else None
             frame = frame.f_back
         return None
+
+    def _worker(self, worker: Any) -> Waits | None:
+        """What a worker of a pool waits for, a thread or a process."""
+        if isinstance(worker, threading.Thread):
+            return self.thread(worker.ident)
+        wait = self._processes.get(worker.pid)
+        return None if wait is None else frozenset([wait])
 
     def others(self, main: int, loop: Any, own: Collection[Any]) -> Waits | None:
         """What all threads but one and all tasks wait for, together; None if one of them goes on.
@@ -224,7 +267,7 @@ class View:
 
     def _works(self, frame: FrameType) -> bool:
         """Whether a thread is the model's, and not one of a pool that has nothing to do."""
-        if frame.f_code is _NO_WORK:
+        if frame.f_code is _POOLED:
             return not frame.f_locals["work_queue"].empty()
         files = [each.f_code.co_filename for each in _stack(frame)]
         begin = next((file for file in reversed(files) if file != threading.__file__), None)
@@ -243,7 +286,10 @@ class View:
     def _awaited(self, future: Any) -> Waits | None:
         awaited = getattr(future, "_fut_waiter", None)
         if awaited is not None:
-            several = _several(future)
+            frame = _innermost(future)
+            if frame is not None and frame.f_code in _ACQUIRE:
+                return self._released(frame.f_locals["self"], awaited.get_loop())
+            several = _several(frame, awaited.get_loop())
             return self.future(awaited) if several is None else self.all(several)
         children = getattr(future, "_children", None)  # of asyncio.gather
         if children:
@@ -251,19 +297,20 @@ class View:
         for callback, _ in getattr(future, "_callbacks", None) or ():
             for source in _enclosed(callback):  # wrap_future
                 if isinstance(source, concurrent.futures.Future):
-                    return self._once(source, self._worked_on)
+                    return self._worked_on(source) or self._queued(source)
+                if callback.__qualname__.startswith("shield.") and asyncio.isfuture(source):
+                    return self.future(source)
         return None
+
+    def _released(self, lock: Any, loop: Any) -> Waits | None:
+        """What those wait for who have a lock or semaphore, if they are known to be all."""
+        most = 1 if isinstance(lock, asyncio.Lock) else getattr(lock, "_bound_value", 0)
+        holders = [task for task in asyncio.all_tasks(loop) if _holds(task, lock)]
+        return self.all(holders) if len(holders) == most else None
 
     def all(self, futures: Iterable[Any]) -> Waits | None:
         """What those of the futures wait for that are not done; None if one of them goes on."""
-        waits: Waits = frozenset()
-        for future in futures:
-            if not future.done():
-                more = self.future(future)
-                if more is None:
-                    return None
-                waits |= more
-        return waits or None
+        return _together(self.future(future) for future in futures if not future.done())
 
     def _once(self, what: Any, follow: Any) -> Waits | None:
         if what in self._seen:  # they wait for each other
@@ -276,23 +323,50 @@ class View:
             self._seen.discard(what)
 
 
-def _of_pool(result: Any) -> tuple[Sequence[int], int]:
-    """The processes and the open tasks of the multiprocessing.Pool that a result comes from."""
-    pool = result._pool
-    results = list(pool._cache.values())
-    processes = [process.pid for process in pool._pool]
-    if any(hasattr(each, "_index") for each in results):  # imap: nobody knows of how many tasks
-        return processes, len(processes)
-    return processes, sum(getattr(each, "_number_left", 1) for each in results)
+def _together(several: Iterable[Waits | None]) -> Waits | None:
+    """What all of them wait for; None if there are none, or if one goes on."""
+    waits: Waits = frozenset()
+    for each in several:
+        if each is None:
+            return None
+        waits |= each
+    return waits or None
 
 
-# Where a thread waits for forked processes: gives their ids, and how many tasks they have.
+def _items(queue: Any) -> Iterator[Any]:
+    """What is in a SimpleQueue, which lets nobody look."""
+    for each in gc.get_referents(queue):
+        if isinstance(each, list):  # until Python 3.12
+            yield from each
+        else:
+            yield each
+
+
+def _of_pool(result: Any) -> tuple[Sequence[Any], int]:
+    """The workers and the open tasks of the multiprocessing.Pool that a result comes from."""
+    workers = list(result._pool._pool)
+    tasks = [_tasks_of(each) for each in list(result._pool._cache.values())]
+    if result._items if hasattr(result, "_items") else result.ready():
+        return (), 0
+    return workers, len(workers) if None in tasks else sum(each or 0 for each in tasks)
+
+
+def _tasks_of(result: Any) -> int | None:
+    """The open tasks of a result of a multiprocessing.Pool; None if more may come."""
+    if hasattr(result, "_unsorted"):  # of imap
+        length: int | None = result._length
+        return length and length - result._index - len(result._unsorted)
+    return getattr(result, "_number_left", 1)
+
+
+# Where a thread waits for workers: gives them, and how many tasks they have.
 # (A ProcessPoolExecutor of Python 3.8 does not say.)
-_FOR_PROCESSES: dict[tuple[str, str], Callable[[Any], tuple[Sequence[int], int]]] = {
-    ("multiprocessing/process.py", "join"): lambda process: ([process.pid], 1),
+_FOR_WORKERS: dict[tuple[str, str], Callable[[Any], tuple[Sequence[Any], int]]] = {
+    ("multiprocessing/process.py", "join"): lambda process: ([process], 1),
     ("multiprocessing/pool.py", "get"): _of_pool,
+    ("multiprocessing/pool.py", "next"): _of_pool,
     ("concurrent/futures/process.py", "wait_result_broken_or_wakeup"): lambda manager: (
-        list(manager.processes), len(manager.pending_work_items),
+        list(manager.processes.values()), len(manager.pending_work_items),
     ),
 }  # fmt: skip
 
@@ -314,21 +388,69 @@ def _enclosed(callback: Any) -> Iterator[Any]:
             yield cell.cell_contents
 
 
-def _several(task: Any) -> Iterable[Any] | None:
-    """The futures that a task waits for in asyncio.wait or at the end of a task group."""
-    coroutine = task.get_coro()
-    while (inner := getattr(coroutine, "cr_await", None)) is not None and hasattr(inner, "cr_code"):
-        coroutine = inner
-    frame = getattr(coroutine, "cr_frame", None)
+def _coroutines(task: Any) -> list[Any]:
+    """What a task runs: its coroutine, the one that that awaits, and so on."""
+    coroutines = [task.get_coro()]
+    while hasattr(inner := getattr(coroutines[-1], "cr_await", None), "cr_code"):
+        coroutines.append(inner)
+    return coroutines
+
+
+def _innermost(task: Any) -> FrameType | None:
+    """Where a task awaits."""
+    frame: FrameType | None = getattr(_coroutines(task)[-1], "cr_frame", None)
+    return frame
+
+
+def _several(frame: FrameType | None, loop: Any) -> Iterable[Any] | None:
+    """The futures that are waited for in asyncio.wait, as_completed or at the end of a group."""
     if frame is None:
         return None
     if frame.f_code is _WAIT:
         futures: Iterable[Any] = frame.f_locals["fs"]
         return tuple(futures)
-    group = frame.f_locals.get("self")
-    if isinstance(group, _TaskGroup) and frame.f_code.co_name in ("__aexit__", "_aexit"):
-        return tuple(group._tasks)
+    this = frame.f_locals.get("self")
+    if frame.f_code is _GET:
+        return _to_do(this, loop)
+    if isinstance(this, _TaskGroup) and frame.f_code.co_name in ("__aexit__", "_aexit"):
+        return tuple(this._tasks)
     return None
+
+
+def _to_do(queue: Any, loop: Any) -> Iterable[Any] | None:
+    """The futures that asyncio.as_completed puts into a queue once they are done."""
+    for task in asyncio.all_tasks(loop):
+        for callback, _ in getattr(task, "_callbacks", None) or ():
+            values: Mapping[str, Any] = {}
+            name = getattr(callback, "__qualname__", "")
+            if name == "as_completed.<locals>._on_completion":
+                values = inspect.getclosurevars(callback).nonlocals
+            elif name == "_AsCompletedIterator._handle_completion":  # since Python 3.13
+                values = {key[1:]: value for key, value in vars(callback.__self__).items()}
+            if values.get("done") is queue:
+                return tuple(values["todo"])
+    return None
+
+
+def _holds(task: Any, lock: Any) -> bool:
+    """Whether a task is in `async with` of a lock or semaphore, or of a condition that has it."""
+    coroutines = _coroutines(task)
+    frame = _innermost(task)
+    if frame is not None and frame.f_code in _ACQUIRE and frame.f_locals["self"] is lock:
+        return False  # it wants to enter
+    for index, coroutine in enumerate(coroutines):
+        # What is called at the end lies on its stack; only until Python 3.10 the frame knows that.
+        for each in gc.get_referents(coroutine, getattr(coroutine, "cr_frame", None)):
+            if getattr(each, "__name__", "") == "__aexit__":
+                owner = getattr(each, "__self__", None)
+                if lock is owner or lock is getattr(owner, "_lock", None):
+                    return not any(map(_releases, coroutines[index:]))
+    return False
+
+
+def _releases(coroutine: Any) -> bool:
+    """Whether it may have let go of a lock for a while, as `Condition.wait` does."""
+    return "release" in getattr(coroutine, "cr_code", _JOIN).co_names
 
 
 def _stack(frame: FrameType | None) -> Iterator[FrameType]:

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.parametrize("execution", ["process", "thread"])
 # Models answer with JSON text. Whom they call is in the request id: with "a,b,a" a model calls a,
 # which is sent "b,a"; with "" it calls nobody.
 COMMON = """
-import asyncio, concurrent.futures
+import asyncio, concurrent.futures, multiprocessing.pool
 
 def report(value):
     return response(np.array([json.dumps(value)], object))
@@ -204,6 +204,31 @@ WAITS_FOR_THREADS = (
     def maps(self, call):
         return list(self.pool.map(lambda call: first(call.exec(decoupled=True)), [call]))[0]
 
+    def waits(self, call):
+        futures = [self.pool.submit(first, call.exec(decoupled=True)), self.pool.submit(str)]
+        return concurrent.futures.wait(futures).done and futures[0].result()
+
+    def waits_for_first(self, call):
+        futures = [self.pool.submit(first, call.exec(decoupled=True)) for _ in range(2)]
+        return concurrent.futures.wait(futures, return_when="FIRST_COMPLETED").done.pop().result()
+
+    def as_completed(self, call):
+        with concurrent.futures.ThreadPoolExecutor(2) as pool:  # others have to wait for these
+            futures = [pool.submit(lambda: first(call.exec(decoupled=True))) for _ in range(4)]
+            return [future.result() for future in concurrent.futures.as_completed(futures)][0]
+
+    def thread_pool(self, call):
+        with multiprocessing.pool.ThreadPool(2) as pool:
+            return pool.map(lambda call: first(call.exec(decoupled=True)), [call] * 3)[0]
+
+    def one_of_thread_pool(self, call):
+        with multiprocessing.pool.ThreadPool(3) as pool:
+            return pool.apply(lambda: first(call.exec(decoupled=True)))
+
+    def thread_pool_one_by_one(self, call):
+        with multiprocessing.pool.ThreadPool(2) as pool:
+            return next(pool.imap(lambda call: first(call.exec(decoupled=True)), [call] * 2))
+
     def shuts_down(self, call):
         with concurrent.futures.ThreadPoolExecutor() as pool:
             answer = pool.submit(lambda: first(call.exec(decoupled=True)))
@@ -247,6 +272,40 @@ WAITS_FOR_TASKS = (
     async def awaits_thread(self, call):
         return await asyncio.to_thread(lambda: first(call.exec(decoupled=True)))
 
+    async def awaits_busy_threads(self, call):
+        loop = asyncio.get_running_loop()
+        def answer():
+            return first(call.exec(decoupled=True))
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            *_, last = [loop.run_in_executor(pool, answer) for _ in range(2)]
+            return await last
+
+    async def as_completed(self, call):
+        return [await each for each in asyncio.as_completed(map(self.streams, [call, call]))][0]
+
+    async def shields(self, call):
+        return await asyncio.shield(asyncio.ensure_future(self.streams(call)))
+
+    async def locks(self, call):
+        return await self.behind(asyncio.Lock(), call)
+
+    async def condition(self, call):
+        return await self.behind(asyncio.Condition(), call)
+
+    async def semaphore(self, call):
+        return await self.behind(asyncio.BoundedSemaphore(2), call)
+
+    async def behind(self, lock, call):
+        async def answer():
+            async with lock:
+                return await self.streams(call)
+        async def later():
+            async with lock:
+                return "later"
+        tasks = [asyncio.ensure_future(answer()) for _ in range(2)]
+        await asyncio.sleep(0)
+        return await later() and await tasks[0]
+
     async def groups(self, call):
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(self.streams(call)) for _ in range(2)]
@@ -261,15 +320,23 @@ WAITS_FOR_TASKS = (
     [
         (
             WAITS_FOR_THREADS,
-            ["joins", "result", "maps", "shuts_down", "runs_loop", "runs_loop_for_thread"],
+            [
+                "joins", "result", "maps", "waits", "waits_for_first", "as_completed",
+                "thread_pool", "one_of_thread_pool", "thread_pool_one_by_one",
+                "shuts_down", "runs_loop", "runs_loop_for_thread",
+            ],
         ),
         (
             WAITS_FOR_TASKS,
-            ["streams", "gathers", "waits", "awaits_task", "waits_for", "awaits_thread", "groups"],
+            [
+                "streams", "gathers", "waits", "awaits_task", "waits_for", "awaits_thread",
+                "awaits_busy_threads", "as_completed", "shields", "locks", "condition", "semaphore",
+                "groups",
+            ],
         ),
     ],
     ids=["threads", "tasks"],
-)
+)  # fmt: skip
 async def test_what_execute_waits_for(
     tmp_path: Path, execution: str, config: str, code: str, ways: list[str]
 ) -> None:
@@ -466,6 +533,152 @@ GOES_ON = {
 """,
 }
 
+IN_THREADS = """
+    def execute(self, requests):
+        (r,) = requests
+        if not r.request_id():
+            return [report("end")]
+        self.pool = concurrent.futures.ThreadPoolExecutor(2)
+        return [report(self.one(lambda: value(along(r).exec())))]
+
+    threads = None
+
+    def finalize(self):
+        if self.threads is not None:
+            self.threads.close()
+"""
+
+GOES_ON_IN_THREADS = {
+    "first of two": """
+    def one(self, call):
+        both = [self.pool.submit(call), self.pool.submit(wait_for_test)]
+        done, _ = concurrent.futures.wait(both, return_when="FIRST_COMPLETED")
+        return done.pop().result()
+""",
+    "any of two": """
+    def one(self, call):
+        both = [self.pool.submit(call), self.pool.submit(wait_for_test)]
+        return next(concurrent.futures.as_completed(both)).result()
+""",
+    "for some time": """
+    def one(self, call):
+        both = [self.pool.submit(call), self.pool.submit(wait_for_test)]
+        concurrent.futures.wait(both[:1], timeout=0.3)
+        return both[1].result()
+""",
+    "in the queue of a pool": """
+    def one(self, call):
+        *_, last = [self.pool.submit(each) for each in (call, wait_for_test, lambda: "opened")]
+        return next(concurrent.futures.as_completed([last])).result()
+""",
+    "callback of what is done": """
+    def one(self, call):
+        def ends_while_it_is_waited_for():
+            while not first._waiters:
+                os.sched_yield()
+
+        begin = threading.Lock()
+        with begin:
+            first = self.pool.submit(lambda: begin.acquire() and ends_while_it_is_waited_for())
+            first.add_done_callback(lambda _: call())
+        second = self.pool.submit(wait_for_test)
+        concurrent.futures.wait([first, second])
+        return second.result()
+""",
+    "thread pool": """
+    def one(self, call):
+        self.threads = multiprocessing.pool.ThreadPool(2)
+        return [self.threads.apply_async(each) for each in (call, wait_for_test)][1].get()
+""",
+    "any of a thread pool": """
+    def one(self, call):
+        self.threads = multiprocessing.pool.ThreadPool(2)
+        return next(self.threads.imap_unordered(lambda each: each(), [call, wait_for_test]))
+""",
+}
+
+IN_TASKS = """
+    async def execute(self, requests):
+        (r,) = requests
+        if not r.request_id():
+            return [report("end")]
+        return [report(await self.one(along(r)))]
+
+    async def both(self, call, lock):
+        self.tasks = [asyncio.ensure_future(each) for each in (self.first(call, lock),
+                                                               self.second(lock))]
+        await asyncio.sleep(0)
+        async with lock:
+            return "opened"
+
+    async def second(self, lock):
+        await lock.acquire()
+        await asyncio.to_thread(wait_for_test)
+        lock.release()
+
+    async def first(self, call, lock):
+        async with lock:
+            await call.async_exec()
+"""
+
+GOES_ON_IN_TASKS = {
+    "any of two": """
+    async def one(self, call):
+        for each in asyncio.as_completed([call.async_exec(), asyncio.to_thread(wait_for_test)]):
+            return await each
+""",
+    "shield": """
+    async def one(self, call):
+        self.kept = asyncio.ensure_future(call.async_exec())
+        return await asyncio.shield(asyncio.to_thread(wait_for_test))
+""",
+    "lock that was let go of": """
+    async def one(self, call):
+        return await self.both(call, asyncio.Lock())
+
+    async def first(self, call, lock):
+        async with lock:
+            lock.release()
+            await call.async_exec()
+            await lock.acquire()
+""",
+    "condition": """
+    async def one(self, call):
+        return await self.both(call, asyncio.Condition())
+
+    async def first(self, call, condition):
+        self.kept = asyncio.ensure_future(call.async_exec())
+        async with condition:
+            await condition.wait_for(lambda: self.kept.done())
+""",
+    "semaphore": """
+    async def one(self, call):
+        return await self.both(call, asyncio.Semaphore(2))
+""",
+    "bounded semaphore": """
+    async def one(self, call):
+        return await self.both(call, asyncio.BoundedSemaphore(2))
+""",
+    "event": """
+    async def one(self, call):
+        event = asyncio.Event()
+        self.kept = asyncio.ensure_future(call.async_exec())
+        self.other = asyncio.ensure_future(asyncio.to_thread(wait_for_test))
+        self.other.add_done_callback(lambda _: event.set())
+        return await event.wait() and "opened"
+""",
+    "queue": """
+    async def one(self, call):
+        queue = asyncio.Queue()
+        self.kept = asyncio.ensure_future(call.async_exec())
+        self.other = asyncio.ensure_future(asyncio.to_thread(wait_for_test))
+        self.other.add_done_callback(lambda _: queue.put_nowait("opened"))
+        return await queue.get()
+""",
+}
+GOES_ON |= {f"{how}, threads": IN_THREADS + code for how, code in GOES_ON_IN_THREADS.items()}
+GOES_ON |= {f"{how}, tasks": IN_TASKS + code for how, code in GOES_ON_IN_TASKS.items()}
+
 
 @pytest.mark.parametrize("how", GOES_ON)
 async def test_call_that_nobody_waits_for(
@@ -478,6 +691,56 @@ async def test_call_that_nobody_waits_for(
     code = "\nclass TritonPythonModel:\n    got = []\n" + GOES_ON[how]
     write(tmp_path, "a", code, several(1))
     await _goes_on(tmp_path, execution, judged, "a")
+
+
+@pytest.mark.parametrize("lock", ["Lock()", "BoundedSemaphore(1)", "Condition()"])
+async def test_lock_that_another_batch_has(tmp_path: Path, execution: str, lock: str) -> None:
+    """There are places left, but who has the lock waits for who wants it."""
+    code = f"""
+class TritonPythonModel:
+    def initialize(self, args):
+        self.lock = asyncio.{lock}
+
+    async def execute(self, requests):
+        return [report(await self.one(r)) for r in requests]
+
+    async def one(self, r):
+        async with self.lock:
+            return value(await along(r).async_exec()) if r.request_id() else "end"
+"""
+    write(tmp_path, "a", code)
+    write(tmp_path, "b", BLOCKS)
+    async with served(tmp_path, execution) as models:
+        assert "(b -> a -> b)" in await ask(models, "a", "b,a")
+        assert await ask(models, "a", "b") == "end"
+
+
+async def test_event_that_a_request_sets(
+    tmp_path: Path, execution: str, judged: Callable[[], asyncio.Future[None]]
+) -> None:
+    """As long as there are places, a client may bring what all wait for."""
+    code = """
+class TritonPythonModel:
+    def initialize(self, args):
+        self.event = asyncio.Event()
+
+    async def execute(self, requests):
+        (r,) = requests
+        if r.request_id() == "set":
+            self.event.set()
+        elif r.request_id():
+            return [report(value(await along(r).async_exec()))]
+        await self.event.wait()
+        return [report("end")]
+"""
+    write(tmp_path, "a", code)
+    write(tmp_path, "b", BLOCKS)
+    async with served(tmp_path, execution) as models:
+        looked = judged()
+        call = models.start("a", id="b,a")
+        await looked
+        assert await ask(models, "a", "set") == "end"
+        assert json.loads((await call.answer()).text) == "end"
 
 
 async def test_call_with_a_time_out_of_its_own(tmp_path: Path, execution: str) -> None:
