@@ -126,7 +126,7 @@ class Batch:
                 instance.pool.finish_outputs(response)
         if final and request.parent is not None:
             request.compute_ns = self._compute_ns(_now_ns())
-        if instance.decoupled or instance.statistics.first_response is not None:
+        if instance.decoupled:
             self._deliver_and_count(request, response, final)
         else:
             request.deliver(response, final)
@@ -147,11 +147,8 @@ class Batch:
         """Deliver, and count the response by its index and time."""
         index, ready_ns = request.response_count, _now_ns()
         request.deliver(response, final)
-        if self.instance.decoupled and not request.filler:
+        if not request.filler:
             self._count_response(request, response, index, ready_ns)
-        histogram = self.instance.statistics.first_response
-        if index == 0 and response is not None and histogram is not None:
-            histogram.observe((ready_ns - request.start_ns) / 1_000_000)
 
     def done(self, error: NpuserveError | None = None) -> None:
         """See `ExecutionBatch.done`."""

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from npuserve.model_config import ModelConfig
     from npuserve.request import InferenceRequest
     from npuserve.response import InferenceResponse
+    from npuserve.server.latency import Histogram
     from npuserve.server.schedulers.base import Scheduler
     from npuserve.server.schedulers.ensemble import EnsembleScheduler
     from npuserve.server.trace import Tracer
@@ -187,6 +188,8 @@ class Model:
         requested = request.requested_outputs
         if requested and len(requested) < len(self.validator.output_names):
             _keep_requested(request)
+        if self.statistics.first_response is not None:
+            _observe_first_response(request, self.statistics.first_response)
         request.on_release = self._released
         self.inflight += 1
         self.statistics.pending += 1
@@ -298,3 +301,18 @@ def _keep_requested(request: InferenceRequest) -> None:
         deliver(response, final)
 
     request.on_response = filtered
+
+
+def _observe_first_response(request: InferenceRequest, histogram: Histogram) -> None:
+    """Add the time until the first response, whoever makes it and whatever it says."""
+    deliver, start_ns = request.on_response, request.start_ns
+    seen = False
+
+    def observed(response: InferenceResponse | None, final: bool) -> None:
+        nonlocal seen
+        if response is not None and not seen:
+            seen = True
+            histogram.observe((_now_ns() - start_ns) / 1_000_000)
+        deliver(response, final)
+
+    request.on_response = observed

@@ -260,8 +260,6 @@ class ModelStatistics:
         """See `DeviceStatistics.request_cache_hit`; the request waits no more."""
         self.pending -= 1
         self.own.request_cache_hit(total_ns, lookup_ns)
-        if self.first_response is not None:
-            self.first_response.observe(total_ns / 1_000_000)
 
     def response(self, index: int, infer_ns: int, output_ns: int, failed: bool) -> None:
         """A decoupled model sent the response number `index` (from 0) of a request."""

@@ -8,15 +8,18 @@ import threading
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from npuserve.errors import AlreadyExistsError
 from npuserve.protocol.prometheus import exposition, format_value, render
+from npuserve.request import InferenceRequest
 from npuserve.server.core import InferenceServer
 from npuserve.server.machine import Machine
 from npuserve.server.metrics import MetricsConfig
 from npuserve.server.model import Model
 from npuserve.server.npu_metrics import CardMetrics, NpuMetrics
+from npuserve.tensor import Tensor
 from npuserve.testing.simulator import simulate
 from tests.server.models import infer, serve, write_model
 
@@ -141,6 +144,34 @@ async def test_latency_counters_can_be_replaced_by_summaries(tmp_path: Path) -> 
     name = "nv_inference_first_response_histogram_ms_bucket"
     assert shown[f'{name}{{{labels},le="+Inf"}}'] == 1
     assert f'{name}{{{labels},le="2000"}}' in shown
+
+
+async def test_the_first_response_of_every_request_is_observed(tmp_path: Path) -> None:
+    """Of an ensemble, of a cache, and an error: it does not matter who answers."""
+    write_model(tmp_path, "member", "response_cache { enable: true }")
+    (tmp_path / "whole" / "1").mkdir(parents=True)
+    (tmp_path / "whole" / "config.pbtxt").write_text("""
+        platform: "ensemble" max_batch_size: 8
+        input [ { name: "X" data_type: TYPE_FP32 dims: [ 2 ] } ]
+        output [ { name: "Y" data_type: TYPE_FP32 dims: [ 2 ] } ]
+        ensemble_scheduling { step [ { model_name: "member" model_version: -1
+          input_map { key: "X" value: "X" } output_map { key: "Y" value: "Y" } } ] }""")
+    options = {
+        "metrics_config": {"histogram_latencies": "true"},
+        "cache_config": {"local": {"size": "100000"}},
+    }
+    async with serve(tmp_path, **options) as server:
+        for model in ("whole", "member"):  # the second one is a hit
+            await infer(server, model)
+        request = InferenceRequest(
+            "member", {"X": Tensor.from_numpy("X", np.ones((1, 2), np.float32))}, lambda *_: None
+        )
+        request.cancel()
+        server.infer(request)
+        shown = samples(server)
+    name = "nv_inference_first_response_histogram_ms_count"
+    assert shown[f'{name}{{model="whole",version="1"}}'] == 1
+    assert shown[f'{name}{{model="member",version="1"}}'] == 3
 
 
 async def test_cache_families_belong_to_models_that_use_it(tmp_path: Path) -> None:
