@@ -63,7 +63,7 @@ def choose_encoding(accept: str) -> str:
 
     `*` and malformed entries are skipped, as Triton does. "" means identity.
 
-    # Differs from Triton: it does not know an entry with white space before `;`, `q` or `,`.
+    # Differs from Triton: it does not know an entry with white space around `;` or before `,`.
     """
     best, best_weight = "", 0.0
     for entry in accept.split(","):
