@@ -96,7 +96,7 @@ async def serve(options: ServerOptions) -> int:
             gc.set_threshold(*_GC_THRESHOLDS)
             async with front_ends(server):
                 await stop.wait()
-                server.stopping = True
+                server.stop_loads()
                 logger.info("Waiting for in-flight requests to complete.")
                 _report_in_flight(server, options.exit_timeout_secs)
                 expiry = loop.call_later(options.exit_timeout_secs, _exit_now, server)

@@ -405,3 +405,6 @@ class Backend:
 
     def unload(self, context: BackendModelContext) -> None:
         """Free what the instances shared, after all of them were finalised."""
+
+    def stop(self) -> None:
+        """The server stops: give up what a load may do for long. On the event loop, no waiting."""

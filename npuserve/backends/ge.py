@@ -28,7 +28,7 @@ from npuserve.backends.acl.aipp import PREFIX as AIPP_PREFIX
 from npuserve.backends.acl.aipp import aipp_parameters
 from npuserve.backends.acl.library import AclLibrary, load_library
 from npuserve.backends.acl.runner import RunnerOptions
-from npuserve.backends.atc import compile_onnx, default_cache_dir, find_atc
+from npuserve.backends.atc import Compilers, compile_onnx, default_cache_dir, find_atc
 from npuserve.backends.base import Backend, BackendModelContext
 from npuserve.backends.model_signature import complete_config, default_max_batch_size
 from npuserve.backends.npu_batch import sizes_of
@@ -84,6 +84,13 @@ _SCOPES = ("global.", "session.", "graph.")
 class GeBackend(Backend):
     """See the module."""
 
+    def __init__(self) -> None:
+        self._compilers = Compilers()
+
+    def stop(self) -> None:
+        """See `Backend.stop`."""
+        self._compilers.stop()
+
     def auto_complete(self, context: BackendModelContext) -> None:
         """See `Backend.auto_complete`. Reads the ONNX file only."""
         path = onnx_path(context)
@@ -115,7 +122,7 @@ class GeBackend(Backend):
         warn_of_unknown(context)
         flags = atc_flags(context.config, parameters, path, library)
         cache_dir = Path(parameters.get("cache_dir") or default_cache_dir())
-        compiled = compile_onnx(path, flags, cache_dir)
+        compiled = compile_onnx(path, flags, cache_dir, self._compilers)
         depth = positive_number(parameters, "pipeline_depth", 2)
         return [
             NpuInstance(

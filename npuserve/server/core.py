@@ -127,7 +127,7 @@ class InferenceServer:
 
     async def __aexit__(self, *exc: object) -> None:
         """Refuse new requests, answer the accepted ones, unload every model."""
-        self.stopping = True
+        self.stop_loads()
         self._idle_memory.stop()
         self.core_sharing.stop()
         if self._poll_task is not None:
@@ -141,6 +141,12 @@ class InferenceServer:
         self.mailbox.close()
         self.buffer_pool.close()
         self.clock.close()
+
+    def stop_loads(self) -> None:
+        """Begin no load any more, and give up what those that have begun may do for long."""
+        self.stopping = True
+        for backend in self.lifecycle.factory.backends.loaded().values():
+            backend.stop()
 
     def spawn(self, coroutine: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         """Run background work that the server owns; it must handle its own errors."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -131,9 +133,9 @@ async def test_options_of_the_graph_engine_reach_atc(
     seen: dict[str, str] = {}
     original = atc.compile_onnx
 
-    def spy(onnx: Path, flags: dict[str, str], cache_dir: Path) -> Path:
+    def spy(onnx: Path, flags: dict[str, str], cache_dir: Path, compilers: atc.Compilers) -> Path:
         seen.update(flags)
-        return original(onnx, flags, cache_dir)
+        return original(onnx, flags, cache_dir, compilers)
 
     monkeypatch.setattr(ge, "compile_onnx", spy)
     text = "max_batch_size: 4 " + parameters(
@@ -253,6 +255,53 @@ async def test_without_atc_the_reason_says_so(
         error = await load_error(affine(tmp_path, ["n", 3]))
     assert isinstance(error, UnavailableError)
     assert "'atc'" in str(error)
+
+
+def test_a_server_that_stops_ends_its_compiler(
+    tmp_path: Path, machine: Runtime, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may have worked for hours more. Nothing is compiled afterwards, or kept by halves."""
+    (tmp_path / "bin").mkdir()
+    started = tmp_path / "started"
+    os.mkfifo(started)
+    program = tmp_path / "bin" / "atc"
+    program.write_text(f"#!/bin/sh\necho $$ > {started}\nsleep 1000\n")
+    program.chmod(0o755)
+    driver = serve(affine(tmp_path, ["n", 3]), "max_batch_size: 2")
+    with monkeypatch.context() as patch, ThreadPoolExecutor(1) as thread:
+        patch.setenv("PATH", str(tmp_path / "bin"), prepend=":")
+        driver.backend.auto_complete(driver.context)
+        loading = thread.submit(driver.backend.load, driver.context)
+        pid = int(started.read_text())
+        driver.backend.stop()
+        assert "the server stops" in str(loading.exception(timeout=10))
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+        with pytest.raises(UnavailableError, match="the server stops"):
+            driver.backend.load(driver.context)
+    assert [path.suffix for path in cache_dir.iterdir()] == [".lock"]
+
+
+def test_a_server_that_stops_waits_for_nobody_elses_compiler(
+    tmp_path: Path, machine: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another server compiles the same; it may take hours, too."""
+    driver = serve(affine(tmp_path, ["n", 3]), "max_batch_size: 2")
+    driver.backend.auto_complete(driver.context)
+    waiting = threading.Event()
+    pause = atc.Compilers.pause
+
+    def watched(compilers: atc.Compilers) -> None:
+        waiting.set()
+        pause(compilers)
+
+    monkeypatch.setattr(atc.Compilers, "pause", watched)
+    monkeypatch.setattr(atc, "_try_to_lock", lambda _: False)
+    with ThreadPoolExecutor(1) as thread:
+        loading = thread.submit(driver.backend.load, driver.context)
+        assert waiting.wait(10)
+        driver.backend.stop()
+        assert "the server stops" in str(loading.exception(timeout=10))
 
 
 async def test_without_a_visible_card_the_chip_is_unknown(tmp_path: Path) -> None:

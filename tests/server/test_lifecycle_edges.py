@@ -25,6 +25,7 @@ from tests.server.lifecycle_driver import (
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from npuserve.backends.base import Backend
     from npuserve.server.core import InferenceServer
     from npuserve.server.model import Model
 
@@ -231,3 +232,15 @@ async def test_a_backend_that_cannot_unload_does_not_hide_why_the_load_failed(
     async with serve(tmp_path) as server:
         assert "the cause" in await reason(server, "m")
         assert "the effect" in caplog.text
+
+
+async def test_backends_are_told_that_the_server_stops(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before it waits for the loads that have begun, which they may give up."""
+    told: list[Backend] = []
+    monkeypatch.setattr(IdentityBackend, "stop", lambda backend: told.append(backend))
+    write_model(tmp_path, "m")
+    async with serve(tmp_path):
+        assert not told
+    assert told
