@@ -11,6 +11,7 @@ import re
 import threading
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -80,7 +81,7 @@ class PythonBackend(Backend):
     def load(self, context: BackendModelContext) -> Sequence[ModelInstance | LoopInstance]:
         """See `Backend.load`."""
         file = self._file(context)
-        settings = WorkerSettings.of(context.parameters, context.backend_options)
+        settings = _settings(context)
         if settings.execution == "thread":
             return [self._thread(context, placement, file) for placement in context.placements]
         fork_server = self._fork_server(context)
@@ -149,7 +150,7 @@ class PythonBackend(Backend):
         if re.search(
             r"^\s+async\s+def\s+execute\b", file.read_text("utf-8", "replace"), re.MULTILINE
         ):
-            settings = WorkerSettings.of(context.parameters, context.backend_options)
+            settings = _settings(context)
             return AsyncThreadInstance(model, placement.name, settings.async_batches)
         return ThreadModelInstance(model)
 
@@ -172,7 +173,7 @@ class PythonBackend(Backend):
 
     async def _complete(self, context: BackendModelContext, file: Path) -> str:
         """Run auto_complete_config in a worker of its own; gives the configuration as JSON."""
-        settings = WorkerSettings.of(context.parameters, context.backend_options)
+        settings = _settings(context)
         fork_server = await asyncio.to_thread(self._fork_server, context)
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[tuple[int, Any]] = loop.create_future()
@@ -220,6 +221,15 @@ class PythonBackend(Backend):
             raise error_of(payload)
         config: str = payload["config"]
         return config
+
+
+def _settings(context: BackendModelContext) -> WorkerSettings:
+    settings = WorkerSettings.of(context.parameters, context.backend_options)
+    batching = context.config.sequence_batching
+    if context.config.HasField("sequence_batching") and not batching.HasField("oldest"):
+        # The direct strategy gives an instance one batch at a time.
+        settings = replace(settings, async_batches=1)
+    return settings
 
 
 def _may_complete(source: str) -> bool:

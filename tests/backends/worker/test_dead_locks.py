@@ -380,9 +380,10 @@ SEQUENCES = (
 )
 
 
-async def test_sequence_that_continues_itself(tmp_path: Path, execution: str) -> None:
+@pytest.mark.parametrize("code", [BLOCKS, AWAITS], ids=["blocks", "awaits"])
+async def test_sequence_that_continues_itself(tmp_path: Path, execution: str, code: str) -> None:
     """The request belongs on the instance that waits for it, though another one is free."""
-    code = BLOCKS.replace("along(r).exec()", "along(r, r.correlation_id()).exec()")
+    code = code.replace("along(r)", "along(r, r.correlation_id())")
     write(tmp_path, "a", code, SEQUENCES)
     async with served(tmp_path, execution) as models:
         one = {"IN": np.ones((1, 1), np.float32)}
