@@ -7,7 +7,7 @@ none of them; they hang their callables on it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -61,6 +61,9 @@ class ModelCall(Protocol):
 
     def elsewhere(self) -> ModelCall:
         """Something that is no instance is at work for the request, until `ended`."""
+
+    def behind(self, others: Callable[[], Collection[Any]]) -> ModelCall:
+        """The request waits, until `ended`, for one of others to be answered; None: a client's."""
 
     def ended(self) -> None:
         """The request of a member was answered, or what was at work elsewhere is done."""

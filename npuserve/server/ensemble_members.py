@@ -14,7 +14,7 @@ from npuserve.errors import NpuserveError
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from npuserve.request import InferenceRequest
+    from npuserve.request import InferenceRequest, ModelCall
     from npuserve.server.ensemble_graph import EnsembleGraph, Step
     from npuserve.server.ensemble_run import StepCall
     from npuserve.server.model import Model
@@ -102,27 +102,31 @@ class Gate:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._inflight = 0
+        self._inflight: set[InferenceRequest] = set()
         self._opening = False
         self.waiting: deque[tuple[StepCall, InferenceRequest]] = deque()
 
     def enter(self, call: StepCall, member: InferenceRequest) -> bool:
         """Whether the call may start now; else the gate starts it later."""
-        if self._inflight >= self._limit:
+        if len(self._inflight) >= self._limit:
             self.waiting.append((call, member))
             return False
-        self._inflight += 1
+        self._inflight.add(member)
         return True
 
-    def leave(self) -> None:
+    def inside(self) -> list[ModelCall | None]:
+        """The calls of models for those in flight, None for a client's: see `ModelCall.behind`."""
+        return [member.for_model for member in self._inflight]
+
+    def leave(self, member: InferenceRequest) -> None:
         """A call has ended: start the ones that waited longest."""
-        self._inflight -= 1
+        self._inflight.remove(member)
         if self._opening:
             return  # a call that failed at once; the loop below goes on
         self._opening = True
-        while self.waiting and self._inflight < self._limit:
+        while self.waiting and len(self._inflight) < self._limit:
             call, member = self.waiting.popleft()
             if call.run.wants_held_call(call):
-                self._inflight += 1
+                self._inflight.add(member)
                 call.run.released(call, member)
         self._opening = False

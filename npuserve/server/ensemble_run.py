@@ -183,7 +183,7 @@ class EnsembleRun:
                 scope = call.step.scope
                 self._held[scope] = self._held.get(scope, 0) + 1
                 if self._request.for_model is not None:
-                    call.at_gate = self._request.for_model.elsewhere()
+                    call.at_gate = self._request.for_model.behind(gate.inside)
                 self._pace()
         self._advancing = False
         if not self._request.finished:
@@ -253,7 +253,7 @@ class EnsembleRun:
         except NpuserveError as error:
             self._ended(call)
             self._fail(error)
-            self._leave_gate(call)
+            self._leave_gate(call, member)
         else:
             self._pace()
 
@@ -272,11 +272,11 @@ class EnsembleRun:
         if member.for_model is not None:
             member.for_model.ended()
 
-    def _leave_gate(self, call: StepCall) -> None:
+    def _leave_gate(self, call: StepCall, member: InferenceRequest) -> None:
         """Let others through. Last of all: they may be answered, or refused, at once."""
         gate = self._parts.gates.get(call.step.index)
         if gate is not None:
-            gate.leave()
+            gate.leave(member)
 
     def answered(self, call: StepCall, response: InferenceResponse | None, final: bool) -> None:
         """A member answered."""
@@ -293,7 +293,7 @@ class EnsembleRun:
                 logger.exception("ensemble '%s': step %d", self._parts.name, call.step.index)
                 self._fail(InternalError("internal error, see the server's log"))
         if final:
-            self._leave_gate(call)
+            self._leave_gate(call, member)
 
     def _go_on(
         self, call: StepCall, member: InferenceRequest, response: InferenceResponse | None

@@ -91,6 +91,7 @@ class Call:
         whole: the call this is a part of.
         timed: it has a time-out of its own.
         only: see `request.ModelCall`.
+        others: one of these has to be answered first; None among them goes on.
     """
 
     def __init__(
@@ -111,6 +112,7 @@ class Call:
         self.whole = whole
         self.timed = timed
         self.only: Callable[[], Instance | None] = _any
+        self.others: Callable[[], Collection[Call | None]] = tuple
 
     def taken(self, batch: Batch) -> None:
         """From now on only this batch can answer."""
@@ -125,6 +127,12 @@ class Call:
     def elsewhere(self) -> Call:
         """See `request.ModelCall`: a part that is answered without any of the instances."""
         return self.part(_ELSEWHERE)
+
+    def behind(self, others: Callable[[], Collection[Any]]) -> Call:
+        """See `request.ModelCall`."""
+        part = self.part(self.model)
+        part.others = others
+        return part
 
     def ended(self) -> None:
         """The member has answered its ensemble, or what was at work elsewhere is done."""
@@ -281,8 +289,8 @@ class CallGraph:
             known: the same of batches and of queues.
         """
         batch = call.batch
-        if call.parts:
-            return not stuck.issuperset(call.parts)
+        if waits_for := call.parts or call.others():
+            return not stuck.issuperset(waits_for)
         if batch is not None:
             if batch not in known:
                 known[batch] = free(batch.instance, batch.number, stuck)
@@ -314,8 +322,8 @@ class CallGraph:
 
     def _behind(self, call: Call, stuck: set[Call]) -> Iterable[Call]:
         """The calls that a stuck one waits for."""
-        if call.parts:
-            return call.parts
+        if waits_for := call.parts or call.others():
+            return [each for each in waits_for if each is not None]
         if call.batch is not None:
             return call.batch.instance.answers(call.batch.number) or ()
         waits = (

@@ -74,7 +74,7 @@ class CallWatch:
 
 def _text(circle: list[Call]) -> str:
     call = circle[0]
-    names = [call.caller.model.name, *(each.model.name for each in circle)]
+    names = [call.caller.model.name, *(each.model.name for each in circle if not each.others())]
     if names[-1] != names[0]:  # which has resources that the last one needs
         names.append(names[0])
     way = " -> ".join(names)

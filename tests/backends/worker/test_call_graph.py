@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -180,6 +181,27 @@ def test_what_is_at_work_elsewhere(graph: CallGraph) -> None:
     assert graph.circle()
 
 
+def test_a_call_behind_others(graph: CallGraph) -> None:
+    """It is stuck with all that are in its way, a client's request among them is not."""
+    a, b = instance(graph, "a"), instance(graph, "b")
+    waits(a, 1)
+    waits(b, 1)
+    inside = calls(a, 1, "ensemble").part(Called("b"))
+    inside.taken(Batch(b, 1))
+    others: list[Call | None] = [inside, None]
+    call = calls(b, 1, "ensemble")
+    gate = call.behind(lambda: others)
+    assert graph.circle() == []
+    others.remove(None)
+    assert set(graph.suspects()) == {a, b}
+    assert graph.circle() == [call, gate, inside]
+    others.append(calls(a, 2, "c"))
+    assert graph.circle() == []
+    gate.ended()
+    others.clear()
+    assert graph.circle() == []
+
+
 def test_senders_may_be_used_by_others(graph: CallGraph) -> None:
     """Another thread may answer what a batch has taken, unless it waits for the same."""
     a, b = instance(graph, "a"), instance(graph, "b")
@@ -267,6 +289,9 @@ def test_instances_leave_the_graph(graph: CallGraph) -> None:
 # ---------------------------------------------------------------- against a model of the world
 
 
+Target = str | int | frozenset[int]
+
+
 @dataclass(frozen=True)
 class World:
     """Instances, batches in them and calls that are made by instances.
@@ -274,15 +299,16 @@ class World:
     Attributes:
         instances: model and places of each.
         batches: instance of each, and the calls it waits for; it goes on after any of them.
-        calls: the instance that makes it, and its targets: models ("a"), or batches (0..) that
-            have taken it; several if an ensemble asks several members. Any of them will do.
+        calls: the instance that makes it, and its targets: models ("a"), batches (0..) that have
+            taken it, or the calls that it is behind; several if an ensemble asks several members.
+            Any of them will do.
         held: idle instances of model "a" are held back until one of these instances, all of whose
             places are taken, has a free one.
     """
 
     instances: tuple[tuple[str, int], ...]
     batches: tuple[tuple[int, frozenset[int]], ...]
-    calls: tuple[tuple[int, tuple[str | int, ...]], ...]
+    calls: tuple[tuple[int, tuple[Target, ...]], ...]
     held: frozenset[int] = frozenset()
 
     def answered_ever(self, refused: frozenset[int] = frozenset()) -> set[int]:
@@ -304,10 +330,14 @@ class World:
             if number not in ended and (not waits or waits & answered):
                 yield ended | {number}, answered
         for number, (_, targets) in enumerate(self.calls):
-            if number not in answered and any(self._does(target, ended) for target in targets):
+            if number not in answered and any(
+                self._does(target, ended, answered) for target in targets
+            ):
                 yield ended, answered | {number}
 
-    def _does(self, target: str | int, ended: frozenset[int]) -> bool:
+    def _does(self, target: Target, ended: frozenset[int], answered: frozenset[int]) -> bool:
+        if isinstance(target, frozenset):
+            return bool(target & answered)
         if isinstance(target, int):
             return target in ended
         running = [i for number, (i, _) in enumerate(self.batches) if number not in ended]
@@ -330,10 +360,13 @@ class World:
             for index, each in enumerate(instances)
             if self.held and each.model.name == "a"
         )
-        made = []
+        made: list[Call] = []
         for number, (caller, targets) in enumerate(self.calls):
             call = calls(instances[caller], number, "ensemble")
             for target in targets:
+                if isinstance(target, frozenset):
+                    call.behind(partial(list, [made[each] for each in target]))
+                    continue
                 part = call if len(targets) == 1 else call.part(Called("member"))
                 if isinstance(target, str):
                     part.model = Called(target, takers if target == "a" else ())
@@ -364,15 +397,20 @@ def worlds(draw: st.DrawFn) -> World:
         least = draw(st.integers(0, min(1, len(own))))
         waits = st.frozensets(st.sampled_from(own or [0]), min_size=least, max_size=2)
         batches.append((owner, draw(waits) if own else frozenset[int]()))
-    targets = st.one_of(names, st.integers(0, len(batches) - 1))
-    some_targets = st.one_of(st.tuples(names), st.tuples(targets), st.tuples(targets, targets))
-    made = tuple((caller, draw(some_targets)) for caller in callers)
+    made = []
+    for number, caller in enumerate(callers):
+        targets: st.SearchStrategy[Target] = st.one_of(names, st.integers(0, len(batches) - 1))
+        if number:
+            others = st.frozensets(st.integers(0, number - 1), min_size=1, max_size=2)
+            targets = st.one_of(targets, others)
+        some = st.one_of(st.tuples(names), st.tuples(targets), st.tuples(targets, targets))
+        made.append((caller, draw(some)))
     held = st.frozensets(st.integers(0, len(instances) - 1), max_size=2)
-    return World(tuple(instances), tuple(batches), made, draw(held))
+    return World(tuple(instances), tuple(batches), tuple(made), draw(held))
 
 
-def _resolves(world: World, target: str | int) -> bool:
-    return isinstance(target, int) or any(name == target for name, _ in world.instances)
+def _resolves(world: World, target: Target) -> bool:
+    return not isinstance(target, str) or any(name == target for name, _ in world.instances)
 
 
 @given(worlds())

@@ -67,12 +67,14 @@ def write(root: Path, name: str, code: str, config: str = CONFIG) -> None:
     write_model(root, name, COMMON + code, config)
 
 
-def write_ensemble(root: Path, name: str, member: str, config: str = CONFIG) -> None:
+def write_ensemble(
+    root: Path, name: str, member: str, config: str = CONFIG, limit: str = ""
+) -> None:
     (root / name / "1").mkdir(parents=True)
     (root / name / "config.pbtxt").write_text(
         'platform: "ensemble"\n'
         + config[config.index("max_batch_size") : config.index("instance_group")]
-        + f'ensemble_scheduling {{ step [ {{ model_name: "{member}" model_version: -1 '
+        + f'ensemble_scheduling {{ {limit} step [ {{ model_name: "{member}" model_version: -1 '
         + 'input_map { key: "IN" value: "IN" } output_map { key: "OUT" value: "OUT" } } ] }\n'
     )
 
@@ -147,6 +149,19 @@ async def test_circle_through_an_ensemble_with_a_free_instance(
     async with served(tmp_path, execution) as models:
         answer = await ask(models, "a", "e,a")
         assert "(b -> a -> e -> b)" in answer
+
+
+INFLIGHT = "max_inflight_requests: 1"
+
+
+async def test_circle_through_the_limit_of_an_ensemble(tmp_path: Path, execution: str) -> None:
+    """There are free instances, but the call is behind the one that waits for it."""
+    write(tmp_path, "a", BLOCKS)
+    write(tmp_path, "b", BLOCKS, CONFIG.replace("KIND_CPU", "KIND_CPU count: 3"))
+    write_ensemble(tmp_path, "e", "b", limit=INFLIGHT)
+    async with served(tmp_path, execution) as models:
+        assert "(b -> e -> b)" in await ask(models, "a", "e,e")
+        assert await ask(models, "a", "e") == "end"
 
 
 async def test_circle_of_both_kinds_of_execution(tmp_path: Path, execution: str) -> None:
@@ -742,6 +757,16 @@ class TritonPythonModel:
         await looked
         assert await ask(models, "a", "set") == "end"
         assert json.loads((await call.answer()).text) == "end"
+
+
+async def test_call_at_the_limit_of_an_ensemble(
+    tmp_path: Path, execution: str, judged: Callable[[], asyncio.Future[None]]
+) -> None:
+    """It is let through once the one before it is answered, by a model that does not wait."""
+    write(tmp_path, "a", BLOCKS)
+    write(tmp_path, "b", "class TritonPythonModel:" + GOES_ON["unread stream"])
+    write_ensemble(tmp_path, "e", "b", limit=INFLIGHT)
+    await _goes_on(tmp_path, execution, judged, "e,e")
 
 
 async def test_call_with_a_time_out_of_its_own(tmp_path: Path, execution: str) -> None:
