@@ -314,10 +314,9 @@ def _from_type(name: str, annotation: Any) -> tuple[Callable[[Any], Any], str, b
 
 def _choice(name: str, allowed: tuple[str, ...]) -> Callable[[str], str]:
     def parse(text: str) -> str:
-        if text not in allowed:
-            raise ValueError(
-                f"invalid argument for --{name}. Got {text}, not {' or '.join(allowed)}"
-            )
-        return text
+        for choice in (text, text.lower()):
+            if choice in allowed:
+                return choice
+        raise ValueError(f"invalid argument for --{name}. Got {text}, not {' or '.join(allowed)}")
 
     return parse

@@ -27,6 +27,8 @@ RESTRICTED_API_GROUPS = (
 
 TRACE_LEVELS = ("OFF", "TIMESTAMPS", "TENSORS")
 
+_FLAGS_OFF = re.compile(r"\(\?([ims]*-[ims]+)\)")
+
 _INT32_MAX = 2**31 - 1
 _INT64_MAX = 2**63 - 1
 _INTEGER = re.compile(r"[+-]?\d+")
@@ -64,6 +66,23 @@ class TraceOptions:
     file: str = ""
     log_frequency: int = 0
     opentelemetry: tuple[tuple[str, str], ...] = ()
+
+
+def header_pattern(text: str) -> re.Pattern[str]:
+    """The pattern that chooses the headers to forward; it ignores case unless it says `(?-i)`.
+
+    Raises:
+        ValueError: it is no regular expression.
+    """
+    # RE2, which Triton searches with, switches flags off for all that follows; `re` does so for a
+    # group only.
+    switch = _FLAGS_OFF.match(text)
+    if switch is not None:
+        text = f"(?{switch[1]}:{text[switch.end() :]})"
+    try:
+        return re.compile(text, re.IGNORECASE)
+    except re.error as error:
+        raise ValueError(str(error)) from error
 
 
 def parse_bool(text: str) -> bool:
@@ -290,7 +309,7 @@ def _trace_options(
     levels: tuple[str, ...],
     opentelemetry: tuple[tuple[str, str], ...],
 ) -> TraceOptions:
-    mode = common.get("mode", "triton")
+    mode = common.get("mode", "triton").lower()
     if mode not in ("triton", "opentelemetry"):
         raise ValueError(_bad_trace_mode(mode))
     for scope, known, given in (

@@ -8,7 +8,6 @@ tritonserver's (source: server src/command_line_parser.cc); npuserve's own setti
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
@@ -532,8 +531,8 @@ class ServerOptions(
 
 def _check_pattern(flag: str, pattern: str) -> None:
     try:
-        re.compile(pattern)
-    except re.error as error:
+        flag_values.header_pattern(pattern)
+    except ValueError as error:
         raise InvalidArgumentError(
             f"--{flag.replace('_', '-')} is no regular expression: {error}. Got {pattern}"
         ) from error

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import npuserve
 from npuserve import cli
 from npuserve.errors import NotFoundError
-from npuserve.flag_values import RateLimitResource
+from npuserve.flag_values import RateLimitResource, TraceOptions
 from npuserve.options import SECTIONS, ServerOptions
 
 REPOSITORY = "--model-repository=/repo"
@@ -79,6 +79,10 @@ def test_truth_has_three_spellings_in_any_case(text: str) -> None:
          {"health": ("key", "v"), "trace": ("key", "v")}),
         (["--rate-limit-resource=R:4", "--rate-limit-resource=S:2:1"], "rate_limit_resource",
          (RateLimitResource("R", 4), RateLimitResource("S", 2, 1))),
+        (["--model-control-mode=EXPLICIT"], "model_control_mode", "explicit"),
+        (["--rate-limit=Execution_Count"], "rate_limit", "execution_count"),
+        (["--log-format=ISO8601"], "log_format", "ISO8601"),
+        (["--trace-config=mode=OpenTelemetry"], "trace_config", TraceOptions("opentelemetry")),
         (["--model-load-gpu-limit=0:0.5"], "model_load_gpu_limit", {0: 0.5}),
     ],
 )  # fmt: skip

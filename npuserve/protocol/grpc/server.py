@@ -14,11 +14,11 @@ import asyncio
 import errno
 import importlib.util
 import logging
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from npuserve.errors import InvalidArgumentError, UnavailableError
+from npuserve.flag_values import header_pattern
 from npuserve.protocol.grpc.infer import InferFrontEnd
 from npuserve.protocol.grpc.servicer import Servicer
 from npuserve.protocol.grpc.transport import Transport, TransportFactory, TransportOptions
@@ -44,7 +44,7 @@ class GrpcServer:
     ) -> None:
         pattern = options.grpc_header_forward_pattern
         self._front_end = InferFrontEnd(
-            server, shared_memory, re.compile(pattern, re.IGNORECASE) if pattern else None
+            server, shared_memory, header_pattern(pattern) if pattern else None
         )
         self._servicer = Servicer(
             server,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
+
+from npuserve.flag_values import header_pattern
 
 Headers = Iterable[tuple[bytes, bytes]]
 
@@ -51,7 +52,7 @@ class HeaderForwarding:
     """
 
     def __init__(self, pattern: str) -> None:
-        self._pattern = re.compile(pattern, re.IGNORECASE) if pattern else None
+        self._pattern = header_pattern(pattern) if pattern else None
         self.active = self._pattern is not None
 
     def parameters(self, headers: Headers) -> dict[str, str]:

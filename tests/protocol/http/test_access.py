@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from npuserve.protocol.http.access import HeaderForwarding
 from tests.protocol.http.conftest import Start
 from tests.protocol.http.fakes import get, infer_json, post
@@ -53,6 +55,21 @@ async def test_matching_headers_become_parameters(start: Start) -> None:
     assert (await client.ask(post(PATH, body, "My-X-Fwd-A: 7", "other: 1"))).status == 200
     parameters = running.server.requests[0].parameters or {}
     assert {key.lower(): value for key, value in parameters.items()} == {"p": 1, "my-x-fwd-a": "7"}
+
+
+@pytest.mark.parametrize(
+    ("pattern", "names"),
+    [
+        ("my_h|a", ["MY_H", "my_h", "A"]),
+        ("(?-i)MY_H|a", ["MY_H"]),
+        ("(?s-i)my_h", ["my_h"]),
+    ],
+)
+def test_a_pattern_ignores_case_unless_it_says_otherwise(pattern: str, names: list[str]) -> None:
+    """In the form that RE2 takes, for all alternatives."""
+    forwarding = HeaderForwarding(pattern)
+    fields = [(name, b"") for name in (b"MY_H", b"my_h", b"A", b"B")]
+    assert list(forwarding.parameters(fields)) == names
 
 
 def test_reserved_names_are_not_forwarded() -> None:
