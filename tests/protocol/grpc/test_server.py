@@ -105,6 +105,24 @@ async def test_ipv6(transport: str) -> None:
         assert await channel.unary_unary(SERVICE + "ServerLive")(b"")
 
 
+_FORBIDDEN = {"spaces": ("key", " value "), "connection": ("connection", "close")}
+_TAKEN = {"nghttp2": (), "native": ("spaces",), "grpcio": ("spaces", "connection")}
+
+
+@pytest.mark.parametrize("kind", _FORBIDDEN)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_metadata_that_http2_forbids(transport: str, kind: str) -> None:
+    """A transport that refuses it resets that call only (RFC 9113, section 8.2)."""
+    metadata = [_FORBIDDEN[kind]]
+    async with running(transport) as rig:
+        if kind in _TAKEN[transport]:
+            await rig.infer(request(), metadata=metadata)
+        else:
+            with pytest.raises(grpc.aio.AioRpcError, match="RST_STREAM with error code 1"):
+                await rig.infer(request(), metadata=metadata)
+        await rig.infer(request())
+
+
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A self-signed certificate for localhost; it is its own root."""
