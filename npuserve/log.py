@@ -139,7 +139,8 @@ class LogSettings:
 class TritonFormatter(logging.Formatter):
     """`LMMDD hh:mm:ss.ssssss <pid> <file>:<line>] "message"`, or the ISO8601 form; both UTC.
 
-    The message is one JSON string, so that a line is always one record. Records with
+    The message is one JSON string, so that a line is always one record, unless the environment
+    says TRITON_SERVER_ESCAPE_LOG_MESSAGES=0, as Triton has it. Records with
     `extra={"table": ...}` have that text below an empty heading; tracebacks follow their line.
     """
 
@@ -147,6 +148,7 @@ class TritonFormatter(logging.Formatter):
         super().__init__()
         self._settings = settings
         self._pid = os.getpid()
+        self._escapes = os.environ.get("TRITON_SERVER_ESCAPE_LOG_MESSAGES") != "0"
 
     def format(self, record: logging.LogRecord) -> str:
         """The line, or lines, without the newline at the end."""
@@ -154,7 +156,8 @@ class TritonFormatter(logging.Formatter):
         table = getattr(record, "table", None)
         if table is not None:
             return f"{heading}\n{table}"
-        text = heading + json.dumps(record.getMessage(), ensure_ascii=False)
+        message = record.getMessage()
+        text = heading + (json.dumps(message, ensure_ascii=False) if self._escapes else message)
         if record.exc_info:
             text = f"{text}\n{self.formatException(record.exc_info)}"
         return text

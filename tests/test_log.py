@@ -49,6 +49,19 @@ def test_the_default_format_is_triton_s(log_file: Path) -> None:
     assert re.fullmatch(pattern, line), line
 
 
+@pytest.mark.parametrize(
+    ("value", "message"), [("0", 'say "hi"\nhi'), ("false", r'"say \"hi\"\nhi"')]
+)
+def test_messages_as_they_are(
+    log_file: Path, monkeypatch: pytest.MonkeyPatch, value: str, message: str
+) -> None:
+    """With Triton's variable at 0 there is no JSON text; no other value counts."""
+    monkeypatch.setenv("TRITON_SERVER_ESCAPE_LOG_MESSAGES", value)
+    configured(log_file)
+    logger.warning('say "%s"\nhi', "hi")
+    assert log_file.read_text(encoding="utf-8").partition("] ")[2] == message + "\n"
+
+
 def test_the_iso8601_format_is_triton_s(log_file: Path) -> None:
     """Time first, then the letter."""
     configured(log_file, log_format="ISO8601")
