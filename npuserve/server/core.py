@@ -41,6 +41,7 @@ from npuserve.server.model_entry import ModelEntry, ModelState
 from npuserve.server.rate_limiter import RateLimiter
 from npuserve.server.response_cache import create_cache
 from npuserve.server.trace import Tracer
+from npuserve.server.validation import request_prefix
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterator, Mapping
@@ -179,11 +180,16 @@ class InferenceServer:
         Raises:
             NpuserveError: refused; `on_response` will not be called.
         """
-        versions = self._serving.get(request.model_name)
-        model = versions.get(request.model_version) if versions is not None else None
-        if model is None:
-            model = self.model(request.model_name, request.model_version)
-        model.accept(request)
+        try:
+            versions = self._serving.get(request.model_name)
+            model = versions.get(request.model_version) if versions is not None else None
+            if model is None:
+                model = self.model(request.model_name, request.model_version)
+            model.accept(request)
+        except NpuserveError as error:
+            # As Triton's front ends do with --log-verbose=1.
+            logger.debug("%sInfer failed: %s", request_prefix(request.id), error)
+            raise
 
     def model(self, name: str, version: int = -1) -> Model:
         """The ready model version; -1 means the newest.

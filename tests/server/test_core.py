@@ -1,11 +1,15 @@
-"""What the core makes of a request's model and version."""
+"""What the core makes of a request's model and version, and says of one it refuses."""
 
 from __future__ import annotations
 
+import logging
+from pathlib import Path
+
 import pytest
 
-from npuserve.errors import InvalidArgumentError
+from npuserve.errors import InvalidArgumentError, NotFoundError
 from npuserve.server.core import InferenceServer
+from tests.server.models import infer, serve
 
 
 @pytest.mark.parametrize(
@@ -40,3 +44,17 @@ def test_a_negative_version_is_refused(text: str) -> None:
     """The text names it."""
     with pytest.raises(InvalidArgumentError, match=f"invalid model version specified '{text}' ,"):
         InferenceServer.parse_version(text)
+
+
+async def test_refusals_are_verbose_messages(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With Triton's text, for whoever looks for a client's fault with `--log-verbose=1`."""
+    async with serve(tmp_path) as server:
+        with (
+            caplog.at_level(logging.DEBUG, "npuserve.server.core"),
+            pytest.raises(NotFoundError) as caught,
+        ):
+            await infer(server, "nowhere", id="7")
+    assert caplog.messages == [f"[request id: 7] Infer failed: {caught.value}"]
+    assert caplog.records[0].levelno == logging.DEBUG
