@@ -135,3 +135,10 @@ ERROR_BY_CODE: dict[StatusCode, type[NpuserveError]] = {
 def error_from_code(code: StatusCode, message: str) -> NpuserveError:
     """The exception of the class that stands for `code`."""
     return ERROR_BY_CODE[code](message)
+
+
+def as_npuserve_error(error: BaseException) -> NpuserveError:
+    """The error as clients may see it: whatever is no NpuserveError becomes internal."""
+    if isinstance(error, NpuserveError):
+        return error
+    return InternalError(f"{type(error).__name__}: {error}")

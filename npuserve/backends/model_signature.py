@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from npuserve.model_config import ModelConfig
 
 DEFAULT_MAX_BATCH_SIZE = 4  # Triton's, where --backend-config=default-max-batch-size is not given
-
-
 _DEFAULT_SETTING = "default-max-batch-size"
 
 

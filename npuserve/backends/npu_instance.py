@@ -29,7 +29,7 @@ from npuserve.backends.batch_input import BatchTensors
 from npuserve.backends.model_signature import check_config, scheduler_output_names
 from npuserve.backends.npu_batch import Group, OutputWriter, Shape, group_requests, stage_input
 from npuserve.backends.npu_signature import check_batch_tensors, output_names, signature_of
-from npuserve.errors import InternalError, InvalidArgumentError, NpuserveError
+from npuserve.errors import InternalError, InvalidArgumentError, NpuserveError, as_npuserve_error
 from npuserve.response import InferenceResponse
 from npuserve.tensor import ITEM_SIZE, element_count
 
@@ -151,7 +151,7 @@ class NpuInstance(PipelinedInstance):
                 for start, stop in self._cuts(group):
                     self._start(batch, group, start, stop)
             except Exception as error:
-                group.fail(_as_npuserve_error(error))
+                group.fail(_logged(error))
         batch.input_ready()
 
     def collect(self, batch: ExecutionBatch) -> None:
@@ -241,7 +241,7 @@ class NpuInstance(PipelinedInstance):
             runner.activate()
             slot, arrays = runner.finish()
         except Exception as error:
-            part.group.fail(_as_npuserve_error(error))
+            part.group.fail(_logged(error))
             self._mend(part.lane, error)
             return
         part.batch.output_ready()
@@ -251,7 +251,7 @@ class NpuInstance(PipelinedInstance):
                     self._writer.take(part.group, part.start, part.stop, name, array)
         except Exception as error:
             # Of this batch; whoever waited for the slot, perhaps the next one, has no part in it.
-            part.group.fail(_as_npuserve_error(error))
+            part.group.fail(_logged(error))
         finally:
             runner.release(slot)
 
@@ -271,11 +271,10 @@ class NpuInstance(PipelinedInstance):
         # The next execution opens it; a card that stays broken then fails those requests only.
 
 
-def _as_npuserve_error(error: Exception) -> NpuserveError:
-    if isinstance(error, NpuserveError):
-        return error
-    logger.error("an execution failed", exc_info=error)
-    return InternalError(f"{type(error).__name__}: {error}")
+def _logged(error: Exception) -> NpuserveError:
+    if not isinstance(error, NpuserveError):
+        logger.error("an execution failed", exc_info=error)
+    return as_npuserve_error(error)
 
 
 def _memory_usage(lanes: Sequence[Lane], runners: Sequence[ModelRunner]) -> Iterator[MemoryUsage]:

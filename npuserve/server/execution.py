@@ -332,10 +332,3 @@ def reject(
     statistics.pending -= 1
     statistics.own.request_failure(reason, _now_ns() - request.start_ns)
     request.deliver(InferenceResponse.from_error(error), True)
-
-
-def as_npuserve_error(error: BaseException) -> NpuserveError:
-    """The error as clients may see it: whatever is no NpuserveError becomes internal."""
-    if isinstance(error, NpuserveError):
-        return error
-    return InternalError(f"{type(error).__name__}: {error}")

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING
 from npuserve.backends.base import LoopInstance, ModelInstance, PipelinedInstance, Placement, settle
 from npuserve.errors import (
     NpuserveError,
+    as_npuserve_error,
 )
-from npuserve.server.execution import Batch, ThreadBatch, as_npuserve_error
+from npuserve.server.execution import Batch, ThreadBatch
 from npuserve.server.handover import JobQueue
 
 if TYPE_CHECKING:

@@ -20,10 +20,10 @@ from npuserve.errors import (
     InvalidArgumentError,
     NpuserveError,
     UnavailableError,
+    as_npuserve_error,
 )
 from npuserve.model_repository import watcher
 from npuserve.model_repository.file_override import write_files
-from npuserve.server.execution import as_npuserve_error
 from npuserve.server.load_operation import LoadOperation
 from npuserve.server.metadata import ModelIndexEntry
 from npuserve.server.model_entry import ModelEntry, ModelState, VersionStatus

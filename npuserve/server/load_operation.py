@@ -10,8 +10,7 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING, NoReturn
 
-from npuserve.errors import InternalError, InvalidArgumentError, NpuserveError
-from npuserve.server.execution import as_npuserve_error
+from npuserve.errors import InternalError, InvalidArgumentError, NpuserveError, as_npuserve_error
 from npuserve.server.model_entry import ModelEntry, ModelState, VersionStatus
 
 if TYPE_CHECKING:

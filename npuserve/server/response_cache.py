@@ -19,10 +19,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import orjson
 
-from npuserve.errors import InvalidArgumentError, NpuserveError, RequestCancelledError
+from npuserve.errors import (
+    InvalidArgumentError,
+    NpuserveError,
+    RequestCancelledError,
+    as_npuserve_error,
+)
 from npuserve.model_config import is_decoupled
 from npuserve.response import InferenceResponse
-from npuserve.server.execution import as_npuserve_error, reject
+from npuserve.server.execution import reject
 from npuserve.server.statistics import FailureReason
 from npuserve.tensor import Buffer, Tensor
 

@@ -20,6 +20,7 @@ from npuserve.errors import (
     NpuserveError,
     StatusCode,
     UnavailableError,
+    as_npuserve_error,
     error_from_code,
 )
 from npuserve.request import InferenceRequest
@@ -113,7 +114,7 @@ class ModelServices:
         try:
             self._start(call_id, name, version, inputs, fields, decoupled, reply)
         except Exception as error:  # as in `call`
-            reply(InferenceResponse.from_error(_prefixed(name, _known(error))), True)
+            reply(InferenceResponse.from_error(_prefixed(name, as_npuserve_error(error))), True)
 
     def _start(
         self, call_id: int, name: str, version: int, inputs: list[Tensor],
@@ -179,7 +180,7 @@ class ModelServices:
         try:
             answer(True, _METHODS[method](self, *args))
         except Exception as error:  # arguments of any kind come from the model, which waits
-            answer(False, _CALL_PREFIX.get(method, "") + str(_known(error)))
+            answer(False, _CALL_PREFIX.get(method, "") + str(as_npuserve_error(error)))
 
     def _spawn(self, coroutine: Any) -> None:
         task = self._server.loop.create_task(coroutine, name=f"control-{self._context.name}")
@@ -199,7 +200,7 @@ class ModelServices:
             else:
                 result = await self._server.model_ready(*args)
         except Exception as error:  # as in `call`
-            answer(False, _CALL_PREFIX[method] + str(_known(error)))
+            answer(False, _CALL_PREFIX[method] + str(as_npuserve_error(error)))
         else:
             answer(True, result)
 
@@ -270,13 +271,6 @@ _CALL_PREFIX = {
     "metric_observe": "Failed to observe metric value: ",
     "metric_value": "Failed to get metric value: ",
 }
-
-
-def _known(error: Exception) -> NpuserveError:
-    """An exception as one of ours."""
-    if isinstance(error, NpuserveError):
-        return error
-    return InternalError(f"{type(error).__name__}: {error}")
 
 
 def _prefixed(name: str, error: NpuserveError) -> NpuserveError:
