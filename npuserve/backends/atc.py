@@ -15,7 +15,7 @@ import signal
 import subprocess
 import tempfile
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
@@ -45,8 +45,10 @@ class Compilers:
         with self._lock:
             self._stopped.set()
             for process in self._running:
-                if process.poll() is None:
-                    os.killpg(process.pid, signal.SIGKILL)
+                # Whoever waits for it may see its end at this moment.
+                with suppress(ProcessLookupError):
+                    if process.poll() is None:
+                        os.killpg(process.pid, signal.SIGKILL)
 
     def run(self, command: Sequence[str], directory: Path) -> tuple[int, str]:
         """(exit status, what it printed) of a program that runs in `directory`.
